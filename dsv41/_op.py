@@ -1,0 +1,259 @@
+"""All the machinery of the library: an op is one schema, one reference and an ordered tuple of kernels."""
+
+import contextlib
+import contextvars
+import functools
+import importlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("dsv41", "DEF")
+_OPS: dict[str, "Op"] = {}
+_forced: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("dsv41_use", default=None)
+_no_compile: contextvars.ContextVar[bool] = contextvars.ContextVar("dsv41_no_compile", default=False)
+
+
+class Unsupported(RuntimeError):
+    """No kernel takes a call; the message has one line a candidate, each with its reason."""
+
+
+def describe(value: Any) -> str:
+    """A value as an error sentence shows it: tensors by shape, dtype and device, the rest by ``repr``."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        device = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"{list(value.shape)} {dtype}{device}"
+    return repr(value)
+
+
+def check(condition: bool, name: str, expected: str, got: Any) -> None:
+    """Refuse a caller's mistake with the one sentence form of the library.
+
+    Errors: ValueError ``<name>: expected <expected>, got <got>``; tensors are described by shape and dtype.
+    """
+    if not condition:
+        raise ValueError(f"{name}: expected {expected}, got {describe(got)}")
+
+
+def check_values() -> bool:
+    """Whether values (ids in range, scale bytes) are checked on the host: ``DSV41_CHECK=1``."""
+    return os.environ.get("DSV41_CHECK", "0") not in ("", "0")
+
+
+def check_tensor(name: str, label: str, x: Any, shape: tuple[int | None, ...], *dtypes: torch.dtype,
+                 like: torch.Tensor | None = None, contiguous: bool = False) -> None:
+    """Check one tensor argument: shape (None is any size), dtype, the device of ``like``, and stride.
+
+    The last dimension must always be contiguous; ``contiguous`` asks it of the whole tensor.
+    """
+    kinds = "|".join(str(d).removeprefix("torch.") for d in dtypes)
+    spelled = ", ".join("*" if s is None else str(s) for s in shape)
+    good = (
+        isinstance(x, torch.Tensor)
+        and x.dim() == len(shape)
+        and all(s is None or s == n for s, n in zip(shape, x.shape, strict=True))
+        and x.dtype in dtypes
+    )
+    check(good, name, f"{label}: [{spelled}] {kinds}", x)
+    if like is not None:
+        check(x.device == like.device, name, f"{label} on {like.device}", f"{x.device}")
+    if contiguous:
+        check(x.is_contiguous(), name, f"{label}: contiguous", f"strides {tuple(x.stride())}")
+    elif x.dim() and x.shape[-1] > 1 and x.numel():
+        check(x.stride(-1) == 1, name, f"{label}: last dimension contiguous", f"strides {tuple(x.stride())}")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a kernel is chosen for: a torch device type and, for CUDA, the architecture (90 is SM90).
+
+    ``packages`` overrides which packages count as installed, to ask about machines other than this one.
+    """
+
+    device: str
+    arch: int | None = None
+    packages: frozenset[str] | None = None
+
+    @staticmethod
+    def of(x: torch.Tensor) -> "Target":
+        """The target that runs ops on ``x``. CUDA is asked once a device."""
+        return _target(x.device.type, x.device.index)
+
+    def has(self, package: str) -> bool:
+        """Whether a package (or the ``nvcc`` program) is there, without importing it."""
+        return package in self.packages if self.packages is not None else _installed(package)
+
+    def __str__(self) -> str:
+        return f"{self.device} sm{self.arch}" if self.device == "cuda" else self.device
+
+
+@functools.cache
+def _target(device: str, index: int | None) -> Target:
+    if device == "cuda":
+        major, minor = torch.cuda.get_device_capability(index)
+        return Target("cuda", 10 * major + minor)
+    return Target("npu" if device == "privateuseone" else device)
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    if package == "nvcc":
+        return shutil.which("nvcc") is not None or importlib.util.find_spec("nvidia.cu13") is not None
+    return importlib.util.find_spec(package) is not None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One candidate of an op: the file ``<name>.py`` beside the op's ``api.py``, imported when first chosen.
+
+    ``supports(*op_args)`` returns None for yes or the reason why not; it reads host metadata only.
+    """
+
+    name: str
+    device: str
+    needs: tuple[str, ...] = ()
+    archs: tuple[int, ...] | None = None
+    supports: Callable[..., str | None] | None = None
+
+    def refusal(self, target: Target, args: tuple[Any, ...] | None) -> str | None:
+        """Why this kernel does not take the call, or None when it does."""
+        if target.device != self.device:
+            return f"built for {self.device}"
+        if self.archs is not None and target.arch not in self.archs:
+            return "built for " + ", ".join(f"sm{a}" for a in self.archs)
+        for package in self.needs:
+            if not target.has(package):
+                return f"package '{package}' is not installed"
+        return self.supports(*args) if self.supports is not None and args is not None else None
+
+
+class Op:
+    """An op that writes into given tensors: schema, reference, kernels in order of preference.
+
+    Registered with ``torch.library`` under ``dsv41::<name>``; the fake implementation is empty because the
+    public function allocates. On CPU tensors the reference runs: that is the product there. On an
+    accelerator the first kernel that fits runs, and never the reference by itself.
+    """
+
+    def __init__(self, schema: str, *, reference: str, package: str | None, kernels: tuple[Kernel, ...] = ()):
+        self.name = schema.split("(", 1)[0]
+        self.reference, self.package, self.kernels = reference, package or "", kernels
+        self._launchers: dict[str, Callable[..., None]] = {}
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(self.name, self._dispatch, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"dsv41::{self.name}", lambda *args: None, lib=_LIBRARY)
+        self._call = getattr(torch.ops.dsv41, self.name).default
+        _OPS[self.name] = self
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def _dispatch(self, *args: Any) -> None:
+        first = next(a for a in args if isinstance(a, torch.Tensor))
+        self.load(self.select(Target.of(first), args))(*args)
+
+    def select(self, target: Target, args: tuple[Any, ...] | None = None) -> str:
+        """The kernel that takes this call; raises `Unsupported` with every candidate's reason."""
+        forced = _forced_kernel(self.name)
+        if forced == "torch" or (forced is None and target.device == "cpu"):
+            return "torch"
+        reasons = self.explain(target, args)
+        for kernel, reason in reasons:
+            if reason is None and kernel != "torch" and forced in (None, kernel):
+                return kernel
+        lines = [f"  {kernel:<16} {reason or 'available'}" for kernel, reason in reasons if kernel != "torch"]
+        lines.append(f"  {'torch':<16} available; choose it with dsv41.use('torch')")
+        wanted = f" (asked for {forced})" if forced else ""
+        raise Unsupported(f"{self.name}: no kernel takes this call on {target}{wanted}\n" + "\n".join(lines))
+
+    def explain(self, target: Target, args: tuple[Any, ...] | None = None) -> list[tuple[str, str | None]]:
+        """``[(kernel, None | reason)]`` in order of preference, the reference last."""
+        rows = [(k.name, k.refusal(target, args)) for k in self.kernels]
+        on_cpu = target.device == "cpu"
+        return [*rows, ("torch", None if on_cpu else "only on request: dsv41.use('torch')")]
+
+    def load(self, kernel: str) -> Callable[..., None]:
+        """The launch function of a kernel (or of the reference, ``torch``) with the op's flat arguments."""
+        if kernel not in self._launchers:
+            if kernel == "torch":
+                module, name = self.reference.split(":")
+            else:
+                known = [k.name for k in self.kernels]
+                check(kernel in known, self.name, f"kernel: one of {[*known, 'torch']}", kernel)
+                module, name = f"{self.package}.{kernel}", self.name
+            self._launchers[kernel] = getattr(importlib.import_module(module), name)
+        return self._launchers[kernel]
+
+
+def _forced_kernel(op: str) -> str | None:
+    chosen = _forced.get()
+    if chosen is not None and (op in chosen or "*" in chosen):
+        return chosen.get(op, chosen.get("*"))
+    env = os.environ.get("DSV41_IMPL")
+    if not env:
+        return None
+    rules = dict(part.split("=", 1) if "=" in part else ("*", part) for part in env.split(","))
+    return rules.get(op, rules.get("*"))
+
+
+@contextlib.contextmanager
+def use(kernel: str, *ops: str) -> Iterator[None]:
+    """Inside the context the named ops (all, when none is named) run on ``kernel`` or raise `Unsupported`."""
+    token = _forced.set({**(_forced.get() or {}), **dict.fromkeys(ops or ("*",), kernel)})
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def ops() -> dict[str, Op]:
+    """Every registered op by name."""
+    importlib.import_module("dsv41.ops")
+    return dict(_OPS)
+
+
+def explain(op: str | Callable[..., Any], target: Target | None = None) -> list[tuple[str, str | None]]:
+    """Which kernels of an op fit a target, in order, each with None (fits) or the reason why not.
+
+    Args:
+        op: the op's public function or its name.
+        target: any `Target`, also of a machine that is not here; None is the CPU.
+    """
+    name = op if isinstance(op, str) else op.__name__
+    table = ops()
+    check(name in table, "explain", f"an op of dsv41.ops: {sorted(table)}", name)
+    return table[name].explain(target or Target("cpu"))
+
+
+@contextlib.contextmanager
+def no_compile() -> Iterator[None]:
+    """Inside the context a kernel that is not compiled yet is an error: proves that a step cannot stall."""
+    token = _no_compile.set(True)
+    try:
+        yield
+    finally:
+        _no_compile.reset(token)
+
+
+def compiled(builder: Callable[..., Any]) -> Callable[..., Any]:
+    """Cache a kernel builder by its (hashable) arguments; refuse to build under `no_compile` or in capture."""
+    cache: dict[tuple[Any, ...], Any] = {}
+
+    @functools.wraps(builder)
+    def build(*args: Any) -> Any:
+        if args not in cache:
+            capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+            if _no_compile.get() or capturing:
+                where = "a graph is being captured" if capturing else "compiling is off (no_compile)"
+                call = f"{builder.__name__}({', '.join(map(repr, args))})"
+                raise RuntimeError(f"{call} is not compiled and {where}; call dsv41.prepare(cfg) first")
+            cache[args] = builder(*args)
+        return cache[args]
+
+    return build

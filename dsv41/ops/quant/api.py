@@ -1,0 +1,159 @@
+"""Quantise activations to the block formats of `dsv41.formats`."""
+
+import torch
+
+from ..._op import Op, check, check_tensor
+from ...formats import E4M3, E8M0, MXFP4, MXFP8, NVFP4
+
+_MXFP8 = Op(
+    "quantize_mxfp8(Tensor x, float floor, Tensor(a!) values, Tensor(b!) scale) -> ()",
+    reference="dsv41_reference.quant:quantize_mxfp8",
+    package=__package__,
+)
+_MXFP4 = Op(
+    "quantize_mxfp4(Tensor x, float floor, Tensor(a!) values, Tensor(b!) scale) -> ()",
+    reference="dsv41_reference.quant:quantize_mxfp4",
+    package=__package__,
+)
+_NVFP4 = Op(
+    "quantize_nvfp4(Tensor x, float floor, Tensor(a!) values, Tensor(b!) scale) -> ()",
+    reference="dsv41_reference.quant:quantize_nvfp4",
+    package=__package__,
+)
+_SWIGLU = Op(
+    "swiglu_quantize(Tensor gate_up, Tensor? weight, float limit, bool round_bf16, Tensor(a!) values,"
+    " Tensor(b!) scale) -> ()",
+    reference="dsv41_reference.quant:swiglu_quantize",
+    package=__package__,
+)
+
+
+def _check_rows(name: str, x: torch.Tensor, block: int) -> None:
+    check_tensor(name, "x", x, (None, None), torch.bfloat16, torch.float32)
+    check(x.shape[1] % block == 0, name, f"x: [num_tokens, K] with K a multiple of {block}", x)
+
+
+def quantize_mxfp8(x: torch.Tensor, *, floor: float = 1e-4, out: MXFP8 | None = None) -> MXFP8:
+    """Quantise rows to E4M3 with one UE8M0 scale a 32 values.
+
+        scale  = smallest power of two >= max(|block|, floor) / 448
+        values = nearest-even E4M3 of block / scale, saturating
+
+    Args:
+        x: [num_tokens, K] bf16 or f32, K a multiple of 32; rows may be strided.
+        floor: smallest block maximum that the scale is chosen for.
+        out: MXFP8 view to write into: values [num_tokens, K] e4m3, scale [num_tokens, K/32] e8m0.
+
+    Returns:
+        MXFP8; ``out`` itself when it was given. No tokens give empty tensors.
+
+    Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run and for every
+        batch a row is in. A NaN spoils its own block only.
+    Reference: dsv41_reference.quant.quantize_mxfp8
+    """
+    _check_rows("quantize_mxfp8", x, 32)
+    tokens, width = x.shape
+    if out is None:
+        scale = x.new_empty((tokens, width // 32), dtype=torch.uint8)
+        out = MXFP8(x.new_empty((tokens, width), dtype=E4M3), scale.view(E8M0))
+    else:
+        check_tensor("quantize_mxfp8", "out.values", out.values, (tokens, width), E4M3, like=x)
+    _MXFP8(x, floor, *out.flat())
+    return out
+
+
+def quantize_mxfp4(x: torch.Tensor, *, floor: float = 6 * 2.0**-126, out: MXFP4 | None = None) -> MXFP4:
+    """Quantise rows to E2M1 with one UE8M0 scale a 32 values.
+
+        scale  = smallest power of two >= max(|block|, floor) / 6
+        values = nearest-even E2M1 of block / scale, saturating, even element in the low nibble
+
+    Args:
+        x: [num_tokens, K] bf16 or f32, K a multiple of 32; rows may be strided.
+        floor: smallest block maximum that the scale is chosen for.
+        out: MXFP4 view to write into: values [num_tokens, K/2] uint8, scale [num_tokens, K/32] e8m0.
+
+    Returns:
+        MXFP4; ``out`` itself when it was given. No tokens give empty tensors.
+
+    Contract: as `quantize_mxfp8`.
+    Reference: dsv41_reference.quant.quantize_mxfp4
+    """
+    _check_rows("quantize_mxfp4", x, 32)
+    tokens, width = x.shape
+    if out is None:
+        scale = x.new_empty((tokens, width // 32), dtype=torch.uint8)
+        out = MXFP4(x.new_empty((tokens, width // 2), dtype=torch.uint8), scale.view(E8M0))
+    else:
+        check_tensor("quantize_mxfp4", "out.values", out.values, (tokens, width // 2), torch.uint8, like=x)
+    _MXFP4(x, floor, *out.flat())
+    return out
+
+
+def quantize_nvfp4(x: torch.Tensor, *, floor: float = 6 * 2.0**-9, out: NVFP4 | None = None) -> NVFP4:
+    """Quantise rows to E2M1 with one E4M3 scale a 16 values and no global scale.
+
+        scale  = nearest-even E4M3 of max(|block|, floor) / 6
+        values = nearest-even E2M1 of block / scale (true division), saturating
+
+    Args:
+        x: [num_tokens, K] bf16 or f32, K a multiple of 16; rows may be strided.
+        floor: smallest block maximum that the scale is chosen for.
+        out: NVFP4 view to write into: values [num_tokens, K/2] uint8, scale [num_tokens, K/16] e4m3.
+
+    Returns:
+        NVFP4; ``out`` itself when it was given. No tokens give empty tensors.
+
+    Contract: as `quantize_mxfp8`.
+    Reference: dsv41_reference.quant.quantize_nvfp4
+    """
+    _check_rows("quantize_nvfp4", x, 16)
+    tokens, width = x.shape
+    if out is None:
+        values = x.new_empty((tokens, width // 2), dtype=torch.uint8)
+        out = NVFP4(values, x.new_empty((tokens, width // 16), dtype=E4M3))
+    else:
+        check_tensor("quantize_nvfp4", "out.values", out.values, (tokens, width // 2), torch.uint8, like=x)
+    _NVFP4(x, floor, *out.flat())
+    return out
+
+
+def swiglu_quantize(
+    gate_up: torch.Tensor,
+    *,
+    limit: float,
+    weight: torch.Tensor | None = None,
+    round_bf16: bool = True,
+    out: MXFP8 | None = None,
+) -> MXFP8:
+    """Clamped SwiGLU, times the routing weight, quantised to MXFP8.
+
+        y = silu(min(gate, limit)) * clamp(up, -limit, limit) * weight
+        out = MXFP8 of y, rounded to bf16 first unless ``round_bf16`` is off
+
+    Args:
+        gate_up: [num_tokens, 2 * inter] bf16, gate first; inter a multiple of 32.
+        limit: clamp; the gate from above only.
+        weight: [num_tokens] f32, or None for 1.
+        round_bf16: the model's order of rounding; off is the fused kernels' of other libraries.
+        out: MXFP8 view to write into: values [num_tokens, inter] e4m3, scale [num_tokens, inter/32] e8m0.
+
+    Returns:
+        MXFP8; ``out`` itself when it was given. No tokens give empty tensors.
+
+    Contract: as `quantize_mxfp8`.
+    Reference: dsv41_reference.quant.swiglu_quantize
+    """
+    name = "swiglu_quantize"
+    check_tensor(name, "gate_up", gate_up, (None, None), torch.bfloat16)
+    tokens, inter = gate_up.shape[0], gate_up.shape[1] // 2
+    check(gate_up.shape[1] % 64 == 0, name, "gate_up: [num_tokens, 2 * inter], inter a multiple of 32", gate_up)
+    if weight is not None:
+        check_tensor(name, "weight", weight, (tokens,), torch.float32, like=gate_up)
+    if out is None:
+        scale = gate_up.new_empty((tokens, inter // 32), dtype=torch.uint8)
+        out = MXFP8(gate_up.new_empty((tokens, inter), dtype=E4M3), scale.view(E8M0))
+    else:
+        check_tensor(name, "out.values", out.values, (tokens, inter), E4M3, like=gate_up)
+    _SWIGLU(gate_up, weight, limit, round_bf16, *out.flat())
+    return out
