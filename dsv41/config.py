@@ -253,7 +253,7 @@ class V41FlashConfig:
             rope_original_positions=64,
             inter=32,
             image_token=90,
-            image_token_end=92,
+            image_token_end=95,
             engram=EngramConfig(layers=(1, 3), num_rows=(60, 120), max_ngram=3, num_heads=2, head_dim=32, base=11, num_classes=64),
             draft=DraftConfig(num_stages=2, block_size=3, noise_token=89, target_layers=(4, 5), markov_rank=16, num_experts=4, top_k=2),
         )
