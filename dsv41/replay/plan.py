@@ -1,0 +1,392 @@
+"""The plan of one forward: which packed rows run in the decoder layers, and what each of them may see.
+
+NumPy and the standard library only. `plan_decoder` costs a few dozen vector operations over requests plus two
+over kept rows; everything row-wise that not every engine needs is computed on first use and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from .config import ReplayConfig, ReplayConfigError, ReplayGeometry, ReplayMode, check, check_int
+from .cost import plan_flops
+from .rows import gather_rows, scatter_rows
+from .spans import RequestSpan, SpanBatch
+
+if TYPE_CHECKING:
+    from ..config import V41FlashConfig
+
+PAD = -1  # a slot or index that must be neither read nor written
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayPlan:
+    """Which rows of one forward run in the decoder layers. Host arrays; `dsv41.replay.device.to_device` makes
+    tensors.
+
+    R requests, N packed input rows, M kept rows, P = `padded_to` >= M rows the decoder runs on. "Floor" is
+    the lowest absolute position a window may reach; the window of a row at position i is `max(i - window + 1,
+    floor) .. i`, and `floor = i + 1` means it is empty. Only windows have floors, compressed keys never do.
+
+    Attributes:
+        geometry: the geometry planned for.
+        rows: [M] int64, kept rows as indices into the N packed rows; ascending, unique.
+        cu_seqlens_q: [R + 1] int32, exclusive prefix sum of kept rows; a request that keeps none repeats its
+            value.
+        positions: [M] int32, absolute positions of the kept rows.
+        query_start_loc: [R + 1] int32, the same prefix sum over all input rows.
+        seq_lens: [R] int32, position after the step; not changed by the plan (compressed visibility depends
+            on it).
+        cached_lens: [R] int32, position of the first kept row = `seq_lens` - kept rows: what counts as
+            already computed.
+        swa_floor: [R] int32, floor of the request's kept segment in decoder layers after the first.
+        first_layer_floor: [R] int32, the same for the first decoder layer (lower for
+            first_layer_kv="all_rows").
+        encoder_floor: [R] int32, floor of every row in the encoder layers.
+        dead: [R] int8, how kept rows below `swa_floor` run: 0 there are none, 1 "empty", 2 "windowed".
+        first_layer_rows: int64 input rows whose window KV the first decoder layer writes (all N, or `rows`).
+        logits_row: [R] int32, index into the M kept rows of the row to sample from; -1 when the step does not
+            finish the prompt or keeps no row. With an unknown prompt end it is always the last kept row: the
+            caller decides.
+        max_q_len: most kept rows of one request.
+        is_identity: every row runs with its true window, so the plan can be skipped altogether.
+        padded_to: rows the decoder runs on, M unless `pad` was called.
+    """
+
+    geometry: ReplayGeometry
+    rows: np.ndarray
+    cu_seqlens_q: np.ndarray
+    positions: np.ndarray
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    cached_lens: np.ndarray
+    swa_floor: np.ndarray
+    first_layer_floor: np.ndarray
+    encoder_floor: np.ndarray
+    dead: np.ndarray
+    first_layer_rows: np.ndarray
+    logits_row: np.ndarray
+    max_q_len: int
+    is_identity: bool
+    padded_to: int
+
+    @property
+    def num_rows(self) -> int:
+        """M, kept rows."""
+        return len(self.rows)
+
+    @property
+    def num_input_rows(self) -> int:
+        """N, packed rows of the forward."""
+        return int(self.query_start_loc[-1])
+
+    @property
+    def n_kept(self) -> np.ndarray:
+        """[R] int32, kept rows of each request."""
+        return np.diff(self.cu_seqlens_q)
+
+    @property
+    def dropped_before(self) -> np.ndarray:
+        """[R + 1] int32, rows removed before each request boundary: all a device-side planner needs."""
+        return self.query_start_loc - self.cu_seqlens_q
+
+    @property
+    def window_gather_lens(self) -> np.ndarray:
+        """[R] int32, rows of a contiguous window workspace: kept rows plus the older rows their windows
+        reach.
+
+        For the layers after the first. Requests with rows below the floor (mode mask) count from the lowest
+        row.
+        """
+        floor = np.where(self.dead == 2, self.encoder_floor, self.swa_floor)
+        older = np.minimum(np.maximum(self.cached_lens - floor, 0), self.geometry.window - 1)
+        return (self.n_kept + np.where(self.n_kept > 0, older, 0)).astype(np.int32)
+
+    @cached_property
+    def is_padding(self) -> np.ndarray:
+        """[P] bool, rows that belong to no request."""
+        return np.arange(self.padded_to) >= self.num_rows
+
+    @cached_property
+    def _request(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.seq_lens), dtype=np.int32), self.n_kept)
+
+    def row_to_request(self) -> np.ndarray:
+        """[P] int32, request of each row; -1 for padding."""
+        return self._padded(self._request, PAD)
+
+    @cached_property
+    def attends(self) -> np.ndarray:
+        """[P] bool; False: the row sees no key of any kind, only the sink (dead "empty", padding)."""
+        below = self.positions < self.swa_floor[self._request]
+        return self._padded(~(below & (self.dead[self._request] == 1)), False)
+
+    def floor_rows(self, first_layer: bool = False) -> np.ndarray:
+        """[P] int32, the floor of each row: the row form of `swa_floor`, needed whenever `dead` is not all 0.
+
+        Args:
+            first_layer: for the first decoder layer instead of those after it.
+
+        Returns:
+            The segment's floor for rows in it, `position + 1` (empty) or the encoder floor for rows below it
+            as `dead` says, 0 for padding.
+        """
+        request = self._request
+        floor = (self.first_layer_floor if first_layer else self.swa_floor)[request]
+        below = self.positions < self.swa_floor[request]
+        how = self.dead[request]
+        floor = np.where(below & (how == 1), self.positions + 1, floor)
+        floor = np.where(below & (how == 2), self.encoder_floor[request], floor)
+        return self._padded(floor.astype(np.int32), 0)
+
+    def window_spans(self, first_layer: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Window of each row as a range of absolute positions.
+
+        Returns:
+            (low, length), each [P] int32: the row sees `low .. low + length - 1`. A live row's range ends at
+            the row itself and has at least 1 position; a dead "empty" or padding row has length 0.
+        """
+        m = self.num_rows
+        low = np.maximum(self.positions - (self.geometry.window - 1), self.floor_rows(first_layer)[:m])
+        return self._padded(low, 0), self._padded(self.positions + 1 - low, 0)
+
+    def window_positions(self, first_layer: bool = False) -> np.ndarray:
+        """[P, window] int32, absolute positions each row sees, ascending, then -1.
+
+        Map them to slots with the engine's own rule (`block_table[p // page] * page + p % page`, or `p %
+        ring`); keep -1.
+        """
+        low, length = self.window_spans(first_layer)
+        column = np.arange(self.geometry.window, dtype=np.int32)
+        return np.where(column < length[:, None], low[:, None] + column, np.int32(PAD))
+
+    def ring_writes(self, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which kept rows go into a window ring after their attention, and where.
+
+        A step with more rows than the ring would overwrite rows it still reads; so read the old rows first,
+        and write only the last `capacity` rows of each request afterwards.
+
+        Args:
+            capacity: slots a request; at least `geometry.cached_rows`.
+
+        Returns:
+            (row, slot), each int64: index into the M kept rows, and position modulo `capacity`.
+        """
+        check_int("capacity", capacity, self.geometry.cached_rows)
+        written = self.positions >= (self.seq_lens - capacity)[self._request]
+        row = np.flatnonzero(written)
+        return row, self.positions[row].astype(np.int64) % capacity
+
+    def select_slots(self, slot_mapping: Any, write_groups: Iterable[bool]) -> Any:
+        """Cache slots of the rows the decoder runs on.
+
+        Args:
+            slot_mapping: [num_groups, N] integers (NumPy or torch), slot of each packed row in each cache
+                group.
+            write_groups: num_groups booleans; False for the compressed and index-key groups, which the first
+                decoder layer has already written for all rows.
+
+        Returns:
+            [num_groups, P] of the same kind; -1 in groups that are not written and in padding.
+        """
+        groups = list(write_groups)
+        check(
+            len(slot_mapping.shape) == 2 and tuple(slot_mapping.shape) == (len(groups), self.num_input_rows),
+            f"slot_mapping must be [{len(groups)}, {self.num_input_rows}], got {list(slot_mapping.shape)}; "
+            f"pass one slot a packed row in each of the groups of write_groups",
+        )
+        shape = (len(groups), self.padded_to)
+        if hasattr(slot_mapping, "new_full"):
+            out = slot_mapping.new_full(shape, PAD)
+        else:
+            out = np.full(shape, PAD, slot_mapping.dtype)
+        for group, write in enumerate(groups):
+            if write:
+                out[group, : self.num_rows] = slot_mapping[group][self.rows]
+        return out
+
+    def pad(self, padded_to: int) -> ReplayPlan:
+        """The same plan for a decoder that runs on `padded_to` rows (graph sizes, equal rank counts)."""
+        check_int("padded_to", padded_to, self.num_rows)
+        return replace(self, padded_to=padded_to)
+
+    def gather(self, *tensors: Any, rows: Any | None = None) -> tuple[Any, ...]:
+        """Kept rows of row-wise tensors ([N, ...], NumPy or torch) -> [P, ...] each; padding rows are zero.
+
+        Args:
+            tensors: [N, ...] each.
+            rows: `self.rows` as a tensor on their device, to save the transfer (`DevicePlan.rows`).
+
+        Returns:
+            One result an argument; when every row is kept and none padded, the arguments themselves, not
+            copies.
+        """
+        for x in tensors:
+            self._check_rows(x)
+        if self.num_rows == self.num_input_rows == self.padded_to:
+            return tensors
+        index = self.rows if rows is None else rows
+        return tuple(gather_rows(x, index, self.padded_to) for x in tensors)
+
+    def scatter(
+        self,
+        values: Any,
+        out: Any | None = None,
+        fill: Literal["nan", "zero"] | None = "nan",
+        rows: Any | None = None,
+    ) -> Any:
+        """Put decoder rows back at their packed places: [P, ...] -> [N, ...]. Padding rows are left out.
+
+        Args:
+            values: [P, ...] NumPy or torch.
+            out: [N, ...] to write into; allocated when None.
+            fill: what dropped rows hold: "nan" (floating types only), "zero", or None to leave `out` as it
+                was.
+            rows: as in `gather`.
+
+        Returns:
+            `out`.
+        """
+        check(
+            values.shape[0] == self.padded_to,
+            f"values must have {self.padded_to} rows, got {values.shape[0]}; pass what the decoder returned "
+            "for this plan",
+        )
+        if out is not None:
+            self._check_rows(out)
+        return scatter_rows(values, self.rows if rows is None else rows, self.num_input_rows, out, fill)
+
+    def stats(self, config: V41FlashConfig | None = None) -> dict[str, float]:
+        """What this forward saves: `rows_kept`, `rows_dropped`, and with the model's config
+        `decoder_flops_off` and `decoder_flops` (FLOPs of the decoder layers without and with this plan)."""
+        stats: dict[str, float] = {
+            "rows_kept": self.num_rows,
+            "rows_dropped": self.num_input_rows - self.num_rows,
+        }
+        if config is not None:
+            stats["decoder_flops_off"], stats["decoder_flops"] = plan_flops(self, config)
+        return stats
+
+    def _check_rows(self, x: Any) -> None:
+        check(
+            len(x.shape) > 0 and x.shape[0] == self.num_input_rows,
+            f"a row-wise tensor must have {self.num_input_rows} rows, got {list(x.shape)}; pass all packed "
+            "rows of the forward",
+        )
+
+    def _padded(self, values: np.ndarray, fill: int | bool) -> np.ndarray:
+        if self.padded_to == self.num_rows:
+            return values
+        out = np.full(self.padded_to, fill, values.dtype)
+        out[: self.num_rows] = values
+        return out
+
+
+def plan_decoder(
+    cfg: ReplayConfig, geom: ReplayGeometry, spans: Iterable[RequestSpan] | SpanBatch
+) -> ReplayPlan:
+    """Plan the decoder rows of one varlen forward. Pure, deterministic, independent of the other requests in
+    the batch.
+
+        s = max(f, L - keep, 0), first = min(max(start, s), end)           known prompt end, "prompt_window"
+        first = max(start, end - keep), s = first if first > start else f  otherwise
+        s = v wherever the whole step is kept and decoder_live_start v was given
+        decode: first = start, s = 0;  off, mask, keep_all: first = start
+
+    Args:
+        cfg: mode, keep, policy, variants.
+        geom: geometry of the model.
+        spans: the requests in packing order, as `RequestSpan`s or as columns (`SpanBatch`, no object a
+            request).
+
+    Returns:
+        `ReplayPlan`; its row arrays are in packing order. Requests that keep no row stay, with an empty span.
+
+    Raises:
+        ReplayConfigError: `cfg.keep` too small for `geom`, a span that contradicts itself, or a floor that
+            would leave fewer than `geom.cached_rows` window rows at the end of a prompt.
+    """
+    cfg.check_keep(geom)
+    batch = spans if isinstance(spans, SpanBatch) else SpanBatch.from_spans(spans)
+    q_len, end, target, f, live, decode, keep_all = batch.table
+    is_decode, known, has_live = decode != 0, batch.known, batch.has_live
+    start = end - q_len
+
+    if cfg.mode is ReplayMode.OFF:
+        first, floor = start, f.copy()
+        dead = np.zeros(len(batch), np.int8)
+    else:
+        first = np.maximum(start, end - cfg.keep)
+        floor = np.where(first > start, first, f)
+        if cfg.policy == "prompt_window":
+            window_floor = np.maximum(f, target - cfg.keep)
+            floor = np.where(known, window_floor, floor)
+            first = np.where(known, np.minimum(np.maximum(start, window_floor), end), first)
+        # Decoder rows of an earlier turn end where this step starts: reading them is more exact than cutting
+        # them off.
+        floor = np.where(has_live & (first == start) & (floor <= start), live, floor)
+        everything = is_decode | (keep_all != 0) | (cfg.mode is ReplayMode.MASK)
+        first = np.where(everything, start, first)
+        how = 1 if cfg.mode is ReplayMode.MASK and cfg.dead == "empty" else 2
+        dead = np.where(keep_all != 0, 2, how).astype(np.int8)
+    floor[is_decode] = 0
+    dead[~(floor > first) | (first == end)] = 0
+    _check_floors(geom, batch, first, floor, dead)
+
+    r = len(batch)
+    n_kept = end - first
+    cu = np.zeros(r + 1, np.int64)
+    np.cumsum(n_kept, out=cu[1:])
+    query_start = np.zeros(r + 1, np.int64)
+    np.cumsum(q_len, out=query_start[1:])
+    m, n = int(cu[-1]), int(query_start[-1])
+    whole = m == n
+    rows = np.arange(m)
+    positions = rows + np.repeat(first - cu[:-1], n_kept)
+    if not whole:
+        rows += np.repeat(query_start[:-1] + first - start - cu[:-1], n_kept)
+
+    true_floor = np.maximum(f, first - (geom.window - 1))
+    segment_kv = cfg.mode is ReplayMode.OFF or cfg.first_layer_kv == "segment"
+    finishes = (n_kept > 0) & (~known | (end >= target))
+    return ReplayPlan(
+        geometry=geom,
+        rows=rows,
+        cu_seqlens_q=cu.astype(np.int32),
+        positions=positions.astype(np.int32),
+        query_start_loc=query_start.astype(np.int32),
+        seq_lens=end.astype(np.int32),
+        cached_lens=first.astype(np.int32),
+        swa_floor=floor.astype(np.int32),
+        first_layer_floor=(floor if segment_kv else np.where(is_decode, 0, f)).astype(np.int32),
+        encoder_floor=f.astype(np.int32),
+        dead=dead,
+        first_layer_rows=rows if segment_kv or whole else np.arange(n),
+        logits_row=np.where(finishes, cu[1:] - 1, PAD).astype(np.int32),
+        max_q_len=int(n_kept.max(initial=0)),
+        is_identity=whole and bool((floor <= true_floor).all()),
+        padded_to=m,
+    )
+
+
+def _check_floors(
+    geom: ReplayGeometry, batch: SpanBatch, first: np.ndarray, floor: np.ndarray, dead: np.ndarray
+) -> None:
+    """Refuse a plan whose prompt would end with too few window rows; assert what the planner guarantees."""
+    q_len, end, target, _, _, decode, _ = batch.table
+    short = batch.known & (floor > 0) & (floor > target - geom.cached_rows)
+    if short.any():
+        r = int(np.flatnonzero(short)[0])
+        raise ReplayConfigError(
+            f"request {r}: at least {geom.cached_rows} window rows must exist below target_end {target[r]}, "
+            f"got {target[r] - floor[r]} (swa_start or decoder_live_start {floor[r]}); replay the prefix "
+            "with plan_encoder_hit"
+        )
+    dropped_decode = (decode != 0) & (first != end - q_len)
+    above = (first < end) & (dead == 0) & (floor > first)
+    assert not dropped_decode.any() and not above.any(), "decode rows stay; floors are not above live rows"

@@ -1,0 +1,60 @@
+"""Moving rows between the packed forward and the decoder's compact batch.
+
+Works on NumPy arrays and torch tensors alike, through the few methods they share, so that this file imports
+no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from .config import ReplayConfigError, check
+
+
+def gather_rows(x: Any, rows: Any, padded_to: int) -> Any:
+    """x [N, ...] -> [padded_to, ...]: x[rows], then zero rows.
+
+    Args:
+        x: array or tensor.
+        rows: [M] int64 indices; a NumPy array, or a tensor on x's device (no transfer then).
+        padded_to: at least M.
+
+    Zero rows and not copies of a real row: padding must not load the experts of some token twice.
+    """
+    if padded_to == rows.shape[0]:
+        return x[rows]
+    out = _empty(x, (padded_to, *x.shape[1:]))
+    out[: rows.shape[0]] = x[rows]
+    out[rows.shape[0] :] = 0
+    return out
+
+
+def scatter_rows(
+    values: Any, rows: Any, num_rows: int, out: Any | None, fill: Literal["nan", "zero"] | None
+) -> Any:
+    """values [>= M, ...] -> [num_rows, ...] with out[rows] = values[:M]; see `ReplayPlan.scatter`."""
+    check(fill in ("nan", "zero", None), f"fill must be nan, zero or None, got {fill!r}; choose one of them")
+    check(
+        out is not None or fill is not None,
+        "fill must be nan or zero when out is not given, got None: dropped rows would hold old memory; pass "
+        "one of them",
+    )
+    out = _empty(values, (num_rows, *values.shape[1:])) if out is None else out
+    if fill == "zero":
+        out[:] = 0
+    elif fill == "nan":
+        if not _is_floating(out):
+            raise ReplayConfigError(f"fill=nan needs a floating type, got {out.dtype}; use fill=zero")
+        out[:] = float("nan")
+    out[rows] = values[: rows.shape[0]]
+    return out
+
+
+def _empty(like: Any, shape: tuple[int, ...]) -> Any:
+    return like.new_empty(shape) if hasattr(like, "new_empty") else np.empty(shape, like.dtype)
+
+
+def _is_floating(x: Any) -> bool:
+    return x.is_floating_point() if hasattr(x, "is_floating_point") else np.issubdtype(x.dtype, np.floating)
