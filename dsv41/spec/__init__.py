@@ -1,0 +1,44 @@
+"""Confidence-scheduled speculative decoding: calibrate, budget, split, verify."""
+
+from .accept import Accepted, accept
+from .budget import (
+    budget_curve,
+    budget_of_tier,
+    joint_tier,
+    solve_budget,
+    solve_budget_early_stop,
+    solve_budget_joint,
+    solve_budget_lossless,
+    split_budget,
+)
+from .confidence import (
+    Calibration,
+    StaleConfidence,
+    expected_calibration_error,
+    first_survival,
+    fit_calibration,
+    survival,
+)
+from .cost import StepCost
+from .streams import Streams
+
+__all__ = [
+    "Accepted",
+    "Calibration",
+    "StaleConfidence",
+    "StepCost",
+    "Streams",
+    "accept",
+    "budget_curve",
+    "budget_of_tier",
+    "expected_calibration_error",
+    "first_survival",
+    "fit_calibration",
+    "joint_tier",
+    "solve_budget",
+    "solve_budget_early_stop",
+    "solve_budget_joint",
+    "solve_budget_lossless",
+    "split_budget",
+    "survival",
+]
