@@ -46,8 +46,15 @@ def check_values() -> bool:
     return os.environ.get("DSV41_CHECK", "0") not in ("", "0")
 
 
-def check_tensor(name: str, label: str, x: Any, shape: tuple[int | None, ...], *dtypes: torch.dtype,
-                 like: torch.Tensor | None = None, contiguous: bool = False) -> None:
+def check_tensor(
+    name: str,
+    label: str,
+    x: Any,
+    shape: tuple[int | None, ...],
+    *dtypes: torch.dtype,
+    like: torch.Tensor | None = None,
+    contiguous: bool = False,
+) -> None:
     """Check one tensor argument: shape (None is any size), dtype, the device of ``like``, and stride.
 
     The last dimension must always be contiguous; ``contiguous`` asks it of the whole tensor.
@@ -67,6 +74,21 @@ def check_tensor(name: str, label: str, x: Any, shape: tuple[int | None, ...], *
         check(x.is_contiguous(), name, f"{label}: contiguous", f"strides {tuple(x.stride())}")
     elif x.dim() and x.shape[-1] > 1 and x.numel():
         check(x.stride(-1) == 1, name, f"{label}: last dimension contiguous", f"strides {tuple(x.stride())}")
+
+
+def output(
+    name: str,
+    out: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    like: torch.Tensor,
+    label: str = "out",
+) -> torch.Tensor:
+    """The caller's ``out`` after a check, or a new tensor: the only place where an op's result is allocated."""
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    check_tensor(name, label, out, shape, dtype, like=like)
+    return out
 
 
 @dataclass(frozen=True)

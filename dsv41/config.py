@@ -117,9 +117,15 @@ class V41FlashConfig:
         def need(condition: bool, expected: str, got: Any) -> None:
             check(condition, name, expected, got)
 
-        need(len(self.compress_ratios) == self.num_layers, f"{self.num_layers} compress_ratios", self.compress_ratios)
+        need(
+            len(self.compress_ratios) == self.num_layers,
+            f"{self.num_layers} compress_ratios",
+            self.compress_ratios,
+        )
         need(set(self.compress_ratios) <= {0, 1, 2}, "compress_ratios of 0, 1 or 2", self.compress_ratios)
-        need(set(self.kv_sources) <= set(self.index_sources), "kv_sources among index_sources", self.kv_sources)
+        need(
+            set(self.kv_sources) <= set(self.index_sources), "kv_sources among index_sources", self.kv_sources
+        )
         compressed = [i for i, r in enumerate(self.compress_ratios) if r]
         need(
             not compressed or (bool(self.kv_sources) and compressed[0] == self.kv_sources[0]),
@@ -129,15 +135,37 @@ class V41FlashConfig:
         for i in compressed:
             source = self.kv_source(i)
             same = self.compress_ratios[i] == self.compress_ratios[source]
-            need(same, f"layer {i} to read its source layer {source} at that layer's ratio", self.compress_ratios)
-        need(self.hidden % 32 == 0 and self.inter % 32 == 0, "hidden and inter multiples of 32", (self.hidden, self.inter))
-        need(self.head_dim % 32 == 0 and self.index_dim % 32 == 0, "head widths multiples of 32", self.head_dim)
+            need(
+                same,
+                f"layer {i} to read its source layer {source} at that layer's ratio",
+                self.compress_ratios,
+            )
+        need(
+            self.hidden % 32 == 0 and self.inter % 32 == 0,
+            "hidden and inter multiples of 32",
+            (self.hidden, self.inter),
+        )
+        need(
+            self.head_dim % 32 == 0 and self.index_dim % 32 == 0, "head widths multiples of 32", self.head_dim
+        )
         need(0 < self.rope_dim <= self.head_dim and self.rope_dim % 2 == 0, "an even rope_dim", self.rope_dim)
         need(self.rope_dim <= self.index_dim, "rope_dim within index_dim", (self.rope_dim, self.index_dim))
-        need(self.num_heads % self.o_groups == 0, "num_heads a multiple of o_groups", (self.num_heads, self.o_groups))
+        need(
+            self.num_heads % self.o_groups == 0,
+            "num_heads a multiple of o_groups",
+            (self.num_heads, self.o_groups),
+        )
         need(self.top_k <= self.num_experts, "top_k within num_experts", (self.top_k, self.num_experts))
-        need(len(self.engram.layers) == len(self.engram.num_rows), "a row count an engram layer", self.engram.num_rows)
-        need(all(0 <= i < self.num_layers for i in self.engram.layers), "engram layers in range", self.engram.layers)
+        need(
+            len(self.engram.layers) == len(self.engram.num_rows),
+            "a row count an engram layer",
+            self.engram.num_rows,
+        )
+        need(
+            all(0 <= i < self.num_layers for i in self.engram.layers),
+            "engram layers in range",
+            self.engram.layers,
+        )
         need(
             all(0 <= i < self.num_layers for i in self.draft.target_layers),
             "draft target layers in range",
@@ -220,8 +248,18 @@ class V41FlashConfig:
             inter=64,
             image_token=500,
             image_token_end=505,
-            engram=EngramConfig(layers=(0, 3), num_rows=(546, 846), max_ngram=3, num_heads=4, head_dim=32, base=50, num_classes=200),
-            draft=DraftConfig(noise_token=499, target_layers=(4, 5, 6), markov_rank=32, num_experts=4, top_k=2),
+            engram=EngramConfig(
+                layers=(0, 3),
+                num_rows=(546, 846),
+                max_ngram=3,
+                num_heads=4,
+                head_dim=32,
+                base=50,
+                num_classes=200,
+            ),
+            draft=DraftConfig(
+                noise_token=499, target_layers=(4, 5, 6), markov_rank=32, num_experts=4, top_k=2
+            ),
             vision=VisionConfig(num_layers=1, hidden=64, inter=64),
         )
         return replace(small, **changes)
@@ -254,8 +292,24 @@ class V41FlashConfig:
             inter=32,
             image_token=90,
             image_token_end=95,
-            engram=EngramConfig(layers=(1, 3), num_rows=(60, 120), max_ngram=3, num_heads=2, head_dim=32, base=11, num_classes=64),
-            draft=DraftConfig(num_stages=2, block_size=3, noise_token=89, target_layers=(4, 5), markov_rank=16, num_experts=4, top_k=2),
+            engram=EngramConfig(
+                layers=(1, 3),
+                num_rows=(60, 120),
+                max_ngram=3,
+                num_heads=2,
+                head_dim=32,
+                base=11,
+                num_classes=64,
+            ),
+            draft=DraftConfig(
+                num_stages=2,
+                block_size=3,
+                noise_token=89,
+                target_layers=(4, 5),
+                markov_rank=16,
+                num_experts=4,
+                top_k=2,
+            ),
         )
         return replace(small, **changes)
 

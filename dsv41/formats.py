@@ -139,7 +139,9 @@ class MXFP4Experts:
         experts, inter, hidden = self.w13.shape[0], self.w13.shape[1] // 2, self.w13.shape[2] * 2
         check_tensor(name, "w13", self.w13, (experts, 2 * inter, hidden // 2), torch.uint8)
         check(hidden % 32 == 0 and inter % 32 == 0, name, "hidden and inter multiples of 32", self.w13)
-        check_tensor(name, "w13_scale", self.w13_scale, (experts, 2 * inter, hidden // 32), E8M0, like=self.w13)
+        check_tensor(
+            name, "w13_scale", self.w13_scale, (experts, 2 * inter, hidden // 32), E8M0, like=self.w13
+        )
         check_tensor(name, "w2", self.w2, (experts, hidden, inter // 2), torch.uint8, like=self.w13)
         check_tensor(name, "w2_scale", self.w2_scale, (experts, hidden, inter // 32), E8M0, like=self.w13)
 
@@ -176,7 +178,9 @@ def quantize_mxfp8(x: torch.Tensor, *, tile_rows: int = 1, floor: float = _quant
     if tile_rows == 1:
         values, code = _quant.to_mxfp8(x, floor=floor)
     else:
-        check(x.dim() == 2 and x.shape[0] % 32 == 0, "quantize_mxfp8", "x: [rows, K], rows a multiple of 32", x)
+        check(
+            x.dim() == 2 and x.shape[0] % 32 == 0, "quantize_mxfp8", "x: [rows, K], rows a multiple of 32", x
+        )
         values, code = _quant.to_mxfp8_tiles(x, floor)
     return MXFP8(values, code.view(E8M0), tile_rows)
 

@@ -1,5 +1,35 @@
 """Every op, flat: ``dsv41.ops.quantize_mxfp8``, ``dsv41.ops.sparse_attn``, ..."""
 
+from .attn import sparse_attn
+from .compress import compress_pairs, copy_records, write_cache
+from .hyper import mhc_collapse, mhc_expand, mhc_mixes
+from .index import index_query, index_topk, topk
+from .linear import block_linear, grouped_linear, linear
+from .moe import mxfp4_moe
+from .norm_rope import rms_norm, rope
 from .quant import quantize_mxfp4, quantize_mxfp8, quantize_nvfp4, swiglu_quantize
+from .route import topk_route
 
-__all__ = ["quantize_mxfp4", "quantize_mxfp8", "quantize_nvfp4", "swiglu_quantize"]
+__all__ = [
+    "block_linear",
+    "compress_pairs",
+    "copy_records",
+    "grouped_linear",
+    "index_query",
+    "index_topk",
+    "linear",
+    "mhc_collapse",
+    "mhc_expand",
+    "mhc_mixes",
+    "mxfp4_moe",
+    "quantize_mxfp4",
+    "quantize_mxfp8",
+    "quantize_nvfp4",
+    "rms_norm",
+    "rope",
+    "sparse_attn",
+    "swiglu_quantize",
+    "topk",
+    "topk_route",
+    "write_cache",
+]

@@ -17,7 +17,15 @@ FLOOR_NVFP4 = 6 * 2.0**-9
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Midpoints between neighbours, with how many of them a magnitude must pass; ties go to the even code.
-_E2M1_EDGES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+_E2M1_EDGES = (
+    (0.25, False),
+    (0.75, True),
+    (1.25, False),
+    (1.75, True),
+    (2.5, False),
+    (3.5, True),
+    (5.0, False),
+)
 
 
 def e8m0_decode(code: torch.Tensor) -> torch.Tensor:
@@ -82,7 +90,9 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 # Block formats. `to_*` quantise over the last dimension, `from_*` give float32 back.
 
 
-def to_mxfp8(x: torch.Tensor, group: int = 32, floor: float = FLOOR_MXFP8) -> tuple[torch.Tensor, torch.Tensor]:
+def to_mxfp8(
+    x: torch.Tensor, group: int = 32, floor: float = FLOOR_MXFP8
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., K] to E4M3 [..., K] and UE8M0 codes uint8 [..., K/group]."""
     blocks = x.float().unflatten(-1, (-1, group))
     code = ue8m0_code(_amax(blocks, floor), E4M3_MAX)

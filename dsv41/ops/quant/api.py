@@ -1,9 +1,13 @@
 """Quantise activations to the block formats of `dsv41.formats`."""
 
+from typing import TypeVar
+
 import torch
 
-from ..._op import Op, check, check_tensor
+from ..._op import Op, check, check_tensor, output
 from ...formats import E4M3, E8M0, MXFP4, MXFP8, NVFP4
+
+_View = TypeVar("_View", MXFP8, MXFP4, NVFP4)
 
 _MXFP8 = Op(
     "quantize_mxfp8(Tensor x, float floor, Tensor(a!) values, Tensor(b!) scale) -> ()",
@@ -26,6 +30,21 @@ _SWIGLU = Op(
     reference="dsv41_reference.quant:swiglu_quantize",
     package=__package__,
 )
+
+
+def quantised_output(
+    name: str, kind: type[_View], out: _View | None, shape: tuple[int, ...], like: torch.Tensor
+) -> _View:
+    """The caller's view after a check, or a new one for values of logical ``shape``."""
+    *rows, width = shape
+    packed = width if kind is MXFP8 else width // 2
+    dtype = E4M3 if kind is MXFP8 else torch.uint8
+    values = output(name, None if out is None else out.values, (*rows, packed), dtype, like, "out.values")
+    if out is not None:
+        return out
+    groups, scale_dtype = (width // 16, E4M3) if kind is NVFP4 else (width // 32, E8M0)
+    scale = torch.empty((*rows, groups), dtype=torch.uint8, device=like.device).view(scale_dtype)
+    return kind(values, scale)
 
 
 def _check_rows(name: str, x: torch.Tensor, block: int) -> None:
@@ -52,12 +71,7 @@ def quantize_mxfp8(x: torch.Tensor, *, floor: float = 1e-4, out: MXFP8 | None = 
     Reference: dsv41_reference.quant.quantize_mxfp8
     """
     _check_rows("quantize_mxfp8", x, 32)
-    tokens, width = x.shape
-    if out is None:
-        scale = x.new_empty((tokens, width // 32), dtype=torch.uint8)
-        out = MXFP8(x.new_empty((tokens, width), dtype=E4M3), scale.view(E8M0))
-    else:
-        check_tensor("quantize_mxfp8", "out.values", out.values, (tokens, width), E4M3, like=x)
+    out = quantised_output("quantize_mxfp8", MXFP8, out, tuple(x.shape), x)
     _MXFP8(x, floor, *out.flat())
     return out
 
@@ -80,12 +94,7 @@ def quantize_mxfp4(x: torch.Tensor, *, floor: float = 6 * 2.0**-126, out: MXFP4 
     Reference: dsv41_reference.quant.quantize_mxfp4
     """
     _check_rows("quantize_mxfp4", x, 32)
-    tokens, width = x.shape
-    if out is None:
-        scale = x.new_empty((tokens, width // 32), dtype=torch.uint8)
-        out = MXFP4(x.new_empty((tokens, width // 2), dtype=torch.uint8), scale.view(E8M0))
-    else:
-        check_tensor("quantize_mxfp4", "out.values", out.values, (tokens, width // 2), torch.uint8, like=x)
+    out = quantised_output("quantize_mxfp4", MXFP4, out, tuple(x.shape), x)
     _MXFP4(x, floor, *out.flat())
     return out
 
@@ -108,12 +117,7 @@ def quantize_nvfp4(x: torch.Tensor, *, floor: float = 6 * 2.0**-9, out: NVFP4 | 
     Reference: dsv41_reference.quant.quantize_nvfp4
     """
     _check_rows("quantize_nvfp4", x, 16)
-    tokens, width = x.shape
-    if out is None:
-        values = x.new_empty((tokens, width // 2), dtype=torch.uint8)
-        out = NVFP4(values, x.new_empty((tokens, width // 16), dtype=E4M3))
-    else:
-        check_tensor("quantize_nvfp4", "out.values", out.values, (tokens, width // 2), torch.uint8, like=x)
+    out = quantised_output("quantize_nvfp4", NVFP4, out, tuple(x.shape), x)
     _NVFP4(x, floor, *out.flat())
     return out
 
@@ -147,13 +151,11 @@ def swiglu_quantize(
     name = "swiglu_quantize"
     check_tensor(name, "gate_up", gate_up, (None, None), torch.bfloat16)
     tokens, inter = gate_up.shape[0], gate_up.shape[1] // 2
-    check(gate_up.shape[1] % 64 == 0, name, "gate_up: [num_tokens, 2 * inter], inter a multiple of 32", gate_up)
+    check(
+        gate_up.shape[1] % 64 == 0, name, "gate_up: [num_tokens, 2 * inter], inter a multiple of 32", gate_up
+    )
     if weight is not None:
         check_tensor(name, "weight", weight, (tokens,), torch.float32, like=gate_up)
-    if out is None:
-        scale = gate_up.new_empty((tokens, inter // 32), dtype=torch.uint8)
-        out = MXFP8(gate_up.new_empty((tokens, inter), dtype=E4M3), scale.view(E8M0))
-    else:
-        check_tensor(name, "out.values", out.values, (tokens, inter), E4M3, like=gate_up)
+    out = quantised_output(name, MXFP8, out, (tokens, inter), gate_up)
     _SWIGLU(gate_up, weight, limit, round_bf16, *out.flat())
     return out

@@ -1,0 +1,3 @@
+from .api import sparse_attn
+
+__all__ = ["sparse_attn"]

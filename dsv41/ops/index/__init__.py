@@ -1,0 +1,3 @@
+from .api import index_query, index_topk, topk
+
+__all__ = ["index_query", "index_topk", "topk"]

@@ -1,0 +1,153 @@
+"""Indexer: query preparation and the choice of compressed entries."""
+
+import torch
+
+from ..._op import Op, check, check_tensor, check_values, output
+from ...cache import PagedKV
+from ...formats import MXFP4
+from ..norm_rope.api import check_rope_table
+from ..quant.api import quantised_output
+
+_QUERY = Op(
+    "index_query(Tensor x, Tensor cos, Tensor sin, Tensor(a!) values, Tensor(b!) scale) -> ()",
+    reference="dsv41_reference.index:index_query",
+    package=__package__,
+)
+_TOPK = Op(
+    "topk(Tensor scores, Tensor lens, Tensor(a!) ids) -> ()",
+    reference="dsv41_reference.index:topk",
+    package=__package__,
+)
+_INDEX_TOPK = Op(
+    "index_topk(Tensor q, Tensor q_scale, Tensor head_weights, Tensor request_ids, Tensor visible, Tensor keys,"
+    " str layout, Tensor page_table, Tensor? candidates, int block_size, Tensor(a!) ids,"
+    " Tensor(b!) new_candidates) -> ()",
+    reference="dsv41_reference.index:index_topk",
+    package=__package__,
+)
+
+
+def index_query(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, out: MXFP4 | None = None) -> MXFP4:
+    """Rotate and quantise index queries.
+
+        out = MXFP4 of RoPE(x), rounded to bf16 in between
+
+    Args:
+        x: [num_tokens, index_heads, index_dim] bf16.
+        cos: [num_tokens, rope_dim/2] f32.
+        sin: [num_tokens, rope_dim/2] f32.
+        out: MXFP4 view to write into: values [num_tokens, index_heads, index_dim/2] uint8.
+
+    Returns:
+        MXFP4; ``out`` itself when it was given.
+
+    Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run.
+    Reference: dsv41_reference.index.index_query
+    """
+    name = "index_query"
+    check_tensor(name, "x", x, (None, None, None), torch.bfloat16)
+    tokens, heads, dim = x.shape
+    check(dim % 32 == 0, name, "x: [num_tokens, index_heads, index_dim], index_dim a multiple of 32", x)
+    check_rope_table(name, cos, sin, tokens, dim, x)
+    out = quantised_output(name, MXFP4, out, (tokens, heads, dim), x)
+    _QUERY(x, cos, sin, *out.flat())
+    return out
+
+
+def topk(
+    scores: torch.Tensor, lens: torch.Tensor, *, k: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The k largest of each row's first ``lens`` scores, as ascending indices.
+
+    Args:
+        scores: [num_rows, n] f32.
+        lens: [num_rows] int32, how many scores of each row count.
+        k: indices a row.
+        out: [num_rows, k] int32 to write into.
+
+    Returns:
+        [num_rows, k] int32, ascending, padded with -1. Equal scores go to the lower index; NaN and -inf are
+        never chosen.
+
+    Contract: no host sync on accelerators; graph-safe; allocates only what is None; the same bits on every run.
+    Reference: dsv41_reference.index.topk
+    """
+    check_tensor("topk", "scores", scores, (None, None), torch.float32)
+    check_tensor("topk", "lens", lens, (scores.shape[0],), torch.int32, like=scores)
+    check(k >= 1, "topk", "k: at least 1", k)
+    out = output("topk", out, (scores.shape[0], k), torch.int32, scores)
+    _TOPK(scores, lens, out)
+    return out
+
+
+def index_topk(
+    q: MXFP4,
+    head_weights: torch.Tensor,
+    request_ids: torch.Tensor,
+    visible: torch.Tensor,
+    keys: PagedKV,
+    page_table: torch.Tensor,
+    *,
+    top_k: int,
+    candidates: torch.Tensor | None = None,
+    num_candidates: int = 0,
+    block_size: int = 1,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Score every visible entry and keep the best ``top_k`` of each query.
+
+        score[t, j] = sum_h head_weights[t, h] * relu(<q[t, h], key[j]>), f32
+
+    Args:
+        q: MXFP4: values [num_tokens, index_heads, index_dim/2] uint8.
+        head_weights: [num_tokens, index_heads] f32.
+        request_ids: [num_tokens] int32, rows of the page table; -1 is a padding row.
+        visible: [num_tokens] int32, how many entries of its request each query sees: (position + 1) // ratio.
+        keys: PagedKV of index keys.
+        page_table: [num_requests, max_pages] int32, pages of each request in order, -1 where none is held.
+        top_k: entries a query.
+        candidates: [num_tokens, n] int32, blocks of entries that this selection is restricted to, -1 padded.
+        num_candidates: when positive, also publish each query's best blocks: the largest score of a block
+            ranks it, and the block of the query's newest entry is always in. Not restricted by ``candidates``.
+        block_size: entries a block.
+        out: [num_tokens, top_k] int32 to write into.
+
+    Returns:
+        ids [num_tokens, top_k] int32 within the request, ascending, -1 padded: all visible entries when there
+        are no more than top_k; ties to the lower entry; NaN never chosen. And the published blocks
+        [num_tokens, num_candidates] int32, ascending, -1 padded.
+
+    Contract: no host sync on accelerators; graph-safe; allocates only what is None; the same bits on every run.
+    Reference: dsv41_reference.index.index_topk
+    """
+    name = "index_topk"
+    check(
+        isinstance(q, MXFP4) and q.values.dim() == 3,
+        name,
+        "q: MXFP4 [num_tokens, index_heads, index_dim/2]",
+        q,
+    )
+    tokens, heads, half = q.values.shape
+    check(keys.record.dim == 2 * half, name, f"keys: records of width {2 * half}", keys.record)
+    check(q.values.device == keys.pages.device, name, f"q on {keys.pages.device}", f"{q.values.device}")
+    check_tensor(name, "head_weights", head_weights, (tokens, heads), torch.float32, like=q.values)
+    check_tensor(name, "request_ids", request_ids, (tokens,), torch.int32, like=q.values)
+    check_tensor(name, "visible", visible, (tokens,), torch.int32, like=q.values)
+    check_tensor(name, "page_table", page_table, (None, None), torch.int32, like=q.values)
+    check(top_k >= 1 and block_size >= 1, name, "top_k and block_size: at least 1", (top_k, block_size))
+    if candidates is not None:
+        check_tensor(name, "candidates", candidates, (tokens, None), torch.int32, like=q.values)
+    if check_values() and tokens:
+        room = page_table.shape[1] * keys.page_size
+        check(
+            int(visible.max()) <= room, name, f"visible: at most {room} (the page table)", int(visible.max())
+        )
+        rows = page_table.shape[0]
+        check(int(request_ids.max()) < rows, name, f"request_ids: below {rows}", int(request_ids.max()))
+        good = int(page_table.max()) < keys.pages.shape[0] if page_table.numel() else True
+        check(good, name, f"page_table: pages below {keys.pages.shape[0]}", page_table)
+    out = output(name, out, (tokens, top_k), torch.int32, q.values)
+    published = output(name, None, (tokens, num_candidates), torch.int32, q.values)
+    flat = (*q.flat(), head_weights, request_ids, visible, keys.pages, keys.record.layout, page_table)
+    _INDEX_TOPK(*flat, candidates, block_size, out, published)
+    return out, published

@@ -1,0 +1,3 @@
+from .api import mxfp4_moe
+
+__all__ = ["mxfp4_moe"]

@@ -1,0 +1,3 @@
+from .api import topk_route
+
+__all__ = ["topk_route"]

@@ -1,0 +1,25 @@
+"""Linears: block-scaled, grouped block-scaled, and plain."""
+
+import torch
+
+from .numerics import bf16, matmul, narrow
+from .quant import from_mxfp8, from_mxfp8_tiles
+
+
+def block_linear(
+    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Reference of ``dsv41.ops.block_linear``."""
+    out.copy_(bf16(matmul(from_mxfp8(x, x_scale), from_mxfp8_tiles(w, w_scale))))
+
+
+def grouped_linear(x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor) -> None:
+    """Reference of ``dsv41.ops.grouped_linear``."""
+    groups = x.shape[1]
+    weight = from_mxfp8_tiles(w, w_scale).unflatten(0, (groups, -1))
+    out.copy_(bf16(matmul(x.transpose(0, 1), weight)).transpose(0, 1))
+
+
+def linear(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    """Reference of ``dsv41.ops.linear``."""
+    out.copy_(narrow(matmul(x, w), out.dtype))
