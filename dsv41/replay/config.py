@@ -220,8 +220,9 @@ class ReplayConfig:
 
     def check_keep(self, geom: ReplayGeometry) -> None:
         """Refuse a `keep` that cannot hold the window plus a speculative backtrack (mode off: any)."""
-        check(
-            self.mode is ReplayMode.OFF or self.keep >= geom.min_keep,
+        if self.mode is ReplayMode.OFF or self.keep >= geom.min_keep:
+            return
+        raise ReplayConfigError(
             f"keep must be at least {geom.min_keep} = window {geom.window} + {geom.draft_tokens} drafts + 1, "
             f"got {self.keep}; {geom.recommended_keep} is recommended",
         )

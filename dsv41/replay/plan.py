@@ -16,7 +16,7 @@ import numpy as np
 from .config import ReplayConfig, ReplayConfigError, ReplayGeometry, ReplayMode, check, check_int
 from .cost import plan_flops
 from .rows import gather_rows, scatter_rows
-from .spans import RequestSpan, SpanBatch
+from .spans import UNKNOWN, RequestSpan, SpanBatch
 
 if TYPE_CHECKING:
     from ..config import V41FlashConfig
@@ -53,7 +53,6 @@ class ReplayPlan:
         logits_row: [R] int32, index into the M kept rows of the row to sample from; -1 when the step does not
             finish the prompt or keeps no row. With an unknown prompt end it is always the last kept row: the
             caller decides.
-        max_q_len: most kept rows of one request.
         is_identity: every row runs with its true window, so the plan can be skipped altogether.
         padded_to: rows the decoder runs on, M unless `pad` was called.
     """
@@ -71,7 +70,6 @@ class ReplayPlan:
     dead: np.ndarray
     first_layer_rows: np.ndarray
     logits_row: np.ndarray
-    max_q_len: int
     is_identity: bool
     padded_to: int
 
@@ -89,6 +87,11 @@ class ReplayPlan:
     def n_kept(self) -> np.ndarray:
         """[R] int32, kept rows of each request."""
         return np.diff(self.cu_seqlens_q)
+
+    @property
+    def max_q_len(self) -> int:
+        """Most kept rows of one request."""
+        return int(self.n_kept.max(initial=0))
 
     @property
     def dropped_before(self) -> np.ndarray:
@@ -314,79 +317,81 @@ def plan_decoder(
     cfg.check_keep(geom)
     batch = spans if isinstance(spans, SpanBatch) else SpanBatch.from_spans(spans)
     q_len, end, target, f, live, decode, keep_all = batch.table
-    is_decode, known, has_live = decode != 0, batch.known, batch.has_live
-    start = end - q_len
-
-    if cfg.mode is ReplayMode.OFF:
-        first, floor = start, f.copy()
-        dead = np.zeros(len(batch), np.int8)
-    else:
-        first = np.maximum(start, end - cfg.keep)
-        floor = np.where(first > start, first, f)
-        if cfg.policy == "prompt_window":
-            window_floor = np.maximum(f, target - cfg.keep)
-            floor = np.where(known, window_floor, floor)
-            first = np.where(known, np.minimum(np.maximum(start, window_floor), end), first)
-        # Decoder rows of an earlier turn end where this step starts: reading them is more exact than cutting
-        # them off.
-        floor = np.where(has_live & (first == start) & (floor <= start), live, floor)
-        everything = is_decode | (keep_all != 0) | (cfg.mode is ReplayMode.MASK)
-        first = np.where(everything, start, first)
-        how = 1 if cfg.mode is ReplayMode.MASK and cfg.dead == "empty" else 2
-        dead = np.where(keep_all != 0, 2, how).astype(np.int8)
-    floor[is_decode] = 0
-    dead[~(floor > first) | (first == end)] = 0
-    _check_floors(geom, batch, first, floor, dead)
-
     r = len(batch)
+    start = end - q_len
+    is_decode, known = decode != 0, target < UNKNOWN
+    off, mask = cfg.mode is ReplayMode.OFF, cfg.mode is ReplayMode.MASK
+
+    dead = np.zeros(r, np.int8)
+    if off:
+        first, floor = start, f.copy()
+    else:
+        per_request = known if cfg.policy == "prompt_window" else np.zeros(r, bool)
+        floor = np.where(per_request, target, end)
+        floor -= cfg.keep
+        # Without a common segment, a step short enough to be kept whole reads on into the steps before it.
+        floor[(floor <= start) & ~per_request] = 0
+        np.maximum(floor, f, out=floor)
+        first = np.maximum(start, floor)
+        np.minimum(first, end, out=first)
+        has_live = live < UNKNOWN
+        if np.count_nonzero(has_live):
+            # Decoder rows of an earlier turn end where this step starts; reading them beats cutting them off.
+            np.copyto(floor, live, where=has_live & (floor <= start))
+        keeps = keep_all != 0
+        np.copyto(first, start, where=True if mask else is_decode | keeps)
+        if mask or np.count_nonzero(keeps):
+            below = (floor > first) & (first < end)
+            dead[below] = 1 if mask and cfg.dead == "empty" else 2
+            dead[below & keeps] = 2
+    floor[is_decode] = 0
+    dead[is_decode] = 0
+    _check_floors(geom, target, floor)
+
     n_kept = end - first
-    cu = np.zeros(r + 1, np.int64)
-    np.cumsum(n_kept, out=cu[1:])
-    query_start = np.zeros(r + 1, np.int64)
-    np.cumsum(q_len, out=query_start[1:])
-    m, n = int(cu[-1]), int(query_start[-1])
+    cu = np.zeros((2, r + 1), np.int64)
+    n_kept.cumsum(out=cu[0, 1:])
+    q_len.cumsum(out=cu[1, 1:])
+    m, n = cu[:, -1].tolist()
     whole = m == n
     rows = np.arange(m)
-    positions = rows + np.repeat(first - cu[:-1], n_kept)
+    packed = rows.astype(np.int32)
+    # A kept row's index is a constant of its request away from its position, and from its packed place.
+    positions = packed + np.repeat((first - cu[0, :-1]).astype(np.int32), n_kept)
     if not whole:
-        rows += np.repeat(query_start[:-1] + first - start - cu[:-1], n_kept)
+        rows += np.repeat(cu[1, 1:] - cu[0, 1:], n_kept)
 
-    true_floor = np.maximum(f, first - (geom.window - 1))
-    segment_kv = cfg.mode is ReplayMode.OFF or cfg.first_layer_kv == "segment"
-    finishes = (n_kept > 0) & (~known | (end >= target))
+    segment_kv = off or cfg.first_layer_kv == "segment"
+    cu32, floor32, f32 = cu.astype(np.int32), floor.astype(np.int32), f.astype(np.int32)
+    logits_row = cu32[0, 1:] - 1
+    logits_row[known & (end < target) | (n_kept == 0)] = PAD
     return ReplayPlan(
         geometry=geom,
         rows=rows,
-        cu_seqlens_q=cu.astype(np.int32),
-        positions=positions.astype(np.int32),
-        query_start_loc=query_start.astype(np.int32),
+        cu_seqlens_q=cu32[0],
+        positions=positions,
+        query_start_loc=cu32[1],
         seq_lens=end.astype(np.int32),
         cached_lens=first.astype(np.int32),
-        swa_floor=floor.astype(np.int32),
-        first_layer_floor=(floor if segment_kv else np.where(is_decode, 0, f)).astype(np.int32),
-        encoder_floor=f.astype(np.int32),
+        swa_floor=floor32,
+        first_layer_floor=floor32 if segment_kv else np.where(is_decode, np.int32(0), f32),
+        encoder_floor=f32,
         dead=dead,
         first_layer_rows=rows if segment_kv or whole else np.arange(n),
-        logits_row=np.where(finishes, cu[1:] - 1, PAD).astype(np.int32),
-        max_q_len=int(n_kept.max(initial=0)),
-        is_identity=whole and bool((floor <= true_floor).all()),
+        logits_row=logits_row,
+        is_identity=whole and bool((floor <= np.maximum(f, first - (geom.window - 1))).all()),
         padded_to=m,
     )
 
 
-def _check_floors(
-    geom: ReplayGeometry, batch: SpanBatch, first: np.ndarray, floor: np.ndarray, dead: np.ndarray
-) -> None:
-    """Refuse a plan whose prompt would end with too few window rows; assert what the planner guarantees."""
-    q_len, end, target, _, _, decode, _ = batch.table
-    short = batch.known & (floor > 0) & (floor > target - geom.cached_rows)
-    if short.any():
+def _check_floors(geom: ReplayGeometry, target: np.ndarray, floor: np.ndarray) -> None:
+    """Refuse a plan whose prompt would end with too few window rows."""
+    # An unknown prompt end is above every position and never refused.
+    short = floor > np.maximum(target - geom.cached_rows, 0)
+    if np.count_nonzero(short):
         r = int(np.flatnonzero(short)[0])
         raise ReplayConfigError(
             f"request {r}: at least {geom.cached_rows} window rows must exist below target_end {target[r]}, "
-            f"got {target[r] - floor[r]} (swa_start or decoder_live_start {floor[r]}); replay the prefix "
-            "with plan_encoder_hit"
+            f"got {target[r] - floor[r]} (swa_start or decoder_live_start {floor[r]}); replay the prefix with "
+            "plan_encoder_hit"
         )
-    dropped_decode = (decode != 0) & (first != end - q_len)
-    above = (first < end) & (dead == 0) & (floor > first)
-    assert not dropped_decode.any() and not above.any(), "decode rows stay; floors are not above live rows"

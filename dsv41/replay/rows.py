@@ -41,7 +41,8 @@ def scatter_rows(
         "fill must be nan or zero when out is not given, got None: dropped rows would hold old memory; pass "
         "one of them",
     )
-    out = _empty(values, (num_rows, *values.shape[1:])) if out is None else out
+    if out is None:
+        return scatter_rows(values, rows, num_rows, _empty(values, (num_rows, *values.shape[1:])), fill)
     if fill == "zero":
         out[:] = 0
     elif fill == "nan":

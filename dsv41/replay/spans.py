@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from operator import attrgetter, index
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,14 @@ from .config import ReplayConfigError, check
 
 Ints = np.ndarray | Sequence[int]
 
-_UNKNOWN = -(1 << 62)  # None as an integer: no caller can mean it, while -1 must stay a refused mistake
+UNKNOWN = (
+    1 << 62
+)  # an absent target_end or decoder_live_start: above every position, so it never limits anything
 _MAX_POSITION = (1 << 31) - 1  # the plan's positions are int32
 _COLUMNS = ("q_len", "end", "target_end", "swa_start", "decoder_live_start", "is_decode", "keep_all")
-_row_of = attrgetter("_row")
+_OPTIONAL = ("target_end", "decoder_live_start")
+_pack = Struct("7q").pack
+_packed = attrgetter("_packed")
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class RequestSpan:
             log-probs.
 
     Raises:
-        ReplayConfigError: a value that is not an integer. Ranges are checked when the batch is planned.
+        ReplayConfigError: a value that is not an integer, or values that contradict each other.
     """
 
     q_len: int
@@ -50,26 +55,72 @@ class RequestSpan:
     keep_all: bool = False
 
     def __post_init__(self) -> None:
-        target = _UNKNOWN if self.target_end is None else self.target_end
-        live = _UNKNOWN if self.decoder_live_start is None else self.decoder_live_start
+        target = UNKNOWN if self.target_end is None else self.target_end
+        live = UNKNOWN if self.decoder_live_start is None else self.decoder_live_start
         numbers = (self.q_len, self.end, target, self.swa_start, live)
-        # One packed tuple a span lets the planner read 256 requests in one pass instead of seven.
-        if not all(type(value) is int for value in numbers):
+        if (
+            not type(self.q_len)
+            is type(self.end)
+            is type(target)
+            is type(self.swa_start)
+            is type(live)
+            is int
+        ):
             numbers = tuple(_index(name, value) for name, value in zip(_COLUMNS, numbers, strict=False))
-        object.__setattr__(self, "_row", (*numbers, bool(self.is_decode), bool(self.keep_all)))
+        flags = (bool(self.is_decode), bool(self.keep_all))
+        row = numbers + flags
+        if _contradicts(row):
+            _explain("RequestSpan: ", row)
+        # Packed once here, so that the planner reads a batch with one join and no Python integer.
+        object.__setattr__(self, "_packed", _pack(*row))
 
 
 def _index(name: str, value: Any) -> int:
-    if isinstance(value, (bool, np.bool_)):
-        raise ReplayConfigError(
-            f"RequestSpan.{name} must be an integer, got {value!r}; pass a token count or position"
+    if not isinstance(value, (bool, np.bool_)):
+        with suppress(TypeError):
+            return index(value)
+    raise ReplayConfigError(
+        f"RequestSpan.{name} must be an integer, got {value!r}; pass a token count or position"
+    )
+
+
+def _contradicts(columns: Any) -> Any:
+    """Whether a span is impossible; on 7 integers and on int64 columns [7, num_requests] alike."""
+    q_len, end, target, f, live, decode, _ = columns
+    start = end - q_len
+    bad = (q_len < 0) | (f < 0) | (f > start) | (end > _MAX_POSITION) | (target < end)
+    bad |= (target != UNKNOWN) & ((target > _MAX_POSITION) | (decode != 0))
+    return bad | (live != UNKNOWN) & ((live < f) | (live > start))
+
+
+def _explain(at: str, columns: Sequence[int]) -> None:
+    """Raise the sentence for a span that `_contradicts` found impossible."""
+    q_len, end, target, f, live, decode, _ = columns
+    start = end - q_len
+    check(q_len >= 0, f"{at}q_len must be at least 0, got {q_len}; count the request's rows in this forward")
+    check(
+        start >= 0, f"{at}end must be at least q_len {q_len}, got {end}; pass the position after the last row"
+    )
+    check(end <= _MAX_POSITION, f"{at}end must be at most {_MAX_POSITION}, got {end}; split the sequence")
+    check(
+        0 <= f <= start,
+        f"{at}swa_start must lie in 0..{start} (the first row of the step), got {f}; pass the first position "
+        "with encoder window KV",
+    )
+    check(
+        target >= end,
+        f"{at}target_end must be at least end {end}, got {target}; pass the number of tokens known at "
+        "admission",
+    )
+    if target != UNKNOWN:
+        check(not decode, f"{at}target_end must be None for a decode span, got {target}; leave it out")
+        check(
+            target <= _MAX_POSITION, f"{at}target_end must be at most {_MAX_POSITION}, got {target}; split it"
         )
-    try:
-        return index(value)
-    except TypeError:
-        raise ReplayConfigError(
-            f"RequestSpan.{name} must be an integer, got {value!r}; pass a token count or position"
-        ) from None
+    raise ReplayConfigError(
+        f"{at}decoder_live_start must lie in {f}..{start}, got {live}; pass the first position of the "
+        "decoder window KV that ends at the step's first row, or None"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,61 +128,17 @@ class SpanBatch:
     """The spans of one forward as columns, in the order their rows are packed.
 
     Args:
-        table: [7, num_requests] int64, one row a field of `RequestSpan`; build it with `from_spans` or
-            `from_columns`.
-
-    Raises:
-        ReplayConfigError: a span that contradicts itself; the sentence names the request.
+        table: [7, num_requests] int64, one row a field of `RequestSpan`. Not checked: build it with
+            `from_spans` or `from_columns`.
     """
 
     table: np.ndarray
 
-    def __post_init__(self) -> None:
-        q_len, end, target, swa_start, live, decode, _ = self.table
-        start = end - q_len
-        known, has_live = target != _UNKNOWN, live != _UNKNOWN
-        bad = (q_len < 0) | (start < 0) | (end > _MAX_POSITION)
-        bad |= (swa_start < 0) | (swa_start > start)
-        bad |= known & ((target < end) | (target > _MAX_POSITION) | (decode != 0))
-        bad |= has_live & ((live < swa_start) | (live > start))
-        if bad.any():
-            self._explain(int(np.flatnonzero(bad)[0]))
-
-    def _explain(self, r: int) -> None:
-        """Say which rule request `r` breaks; only reached when one is broken."""
-        q_len, end, target, swa_start, live, decode, _ = (int(v) for v in self.table[:, r])
-        start, at = end - q_len, f"request {r}: "
-        check(
-            q_len >= 0, f"{at}q_len must be at least 0, got {q_len}; count the request's rows in this forward"
-        )
-        check(
-            start >= 0,
-            f"{at}end must be at least q_len {q_len}, got {end}; pass the position after the last row",
-        )
-        check(end <= _MAX_POSITION, f"{at}end must be at most {_MAX_POSITION}, got {end}; split the sequence")
-        check(
-            0 <= swa_start <= start,
-            f"{at}swa_start must lie in 0..{start} (the first row of the step), got {swa_start}; pass the "
-            f"first position with encoder window KV",
-        )
-        if target != _UNKNOWN:
-            check(not decode, f"{at}target_end must be None for a decode span, got {target}; leave it out")
-            check(
-                end <= target <= _MAX_POSITION,
-                f"{at}target_end must be at least end {end}, got {target}; pass the number of tokens known "
-                "at admission",
-            )
-        check(
-            swa_start <= live <= start,
-            f"{at}decoder_live_start must lie in {swa_start}..{start}, got {live}; pass the first position "
-            f"of the decoder window KV that ends at the step's first row, or None",
-        )
-
     @staticmethod
     def from_spans(spans: Iterable[RequestSpan]) -> SpanBatch:
         """Columns of a list of spans, in order."""
-        flat = np.fromiter(chain.from_iterable(map(_row_of, spans)), np.int64)
-        return SpanBatch(flat.reshape(-1, len(_COLUMNS)).T)
+        flat = np.frombuffer(b"".join(map(_packed, spans)), np.int64)
+        return SpanBatch(flat.reshape(-1, len(_COLUMNS)).T.copy())
 
     @staticmethod
     def from_columns(
@@ -148,12 +155,16 @@ class SpanBatch:
 
         Args: as in `RequestSpan`, each [num_requests] integers (booleans for the last two); an entry of -1 in
             `target_end` or `decoder_live_start` means None, and a column left out means its default.
+
+        Raises:
+            ReplayConfigError: a column of another length or kind, or a span that contradicts itself; the
+                sentence names the request.
         """
         columns = (q_len, end, target_end, swa_start, decoder_live_start, is_decode, keep_all)
         table = np.zeros((len(_COLUMNS), len(q_len)), np.int64)
         for row, name, column in zip(table, _COLUMNS, columns, strict=True):
             if column is None:
-                row[:] = _UNKNOWN if name in ("target_end", "decoder_live_start") else 0
+                row[:] = UNKNOWN if name in _OPTIONAL else 0
                 continue
             values = np.asarray(column)
             kinds = "iub" if name in ("is_decode", "keep_all") else "iu"
@@ -163,19 +174,13 @@ class SpanBatch:
                 f"pass one value a request",
             )
             row[:] = values
-            if name in ("target_end", "decoder_live_start"):
-                row[row == -1] = _UNKNOWN
+            if name in _OPTIONAL:
+                row[row == -1] = UNKNOWN
+        bad = _contradicts(table)
+        if bad.any():
+            r = int(np.flatnonzero(bad)[0])
+            _explain(f"request {r}: ", table[:, r].tolist())
         return SpanBatch(table)
 
     def __len__(self) -> int:
         return self.table.shape[1]
-
-    @property
-    def known(self) -> np.ndarray:
-        """[num_requests] bool: `target_end` was given."""
-        return self.table[2] != _UNKNOWN
-
-    @property
-    def has_live(self) -> np.ndarray:
-        """[num_requests] bool: `decoder_live_start` was given."""
-        return self.table[4] != _UNKNOWN
