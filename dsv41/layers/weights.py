@@ -216,7 +216,7 @@ def parameter_counts(cfg: V41FlashConfig, vision: bool = False) -> dict[torch.dt
 
 _OPTIONAL = ("vision.", "aligner.", "image_")
 _SKIPPABLE = (*_OPTIONAL, "mtp.")
-_SHOWN = 6
+_SHOWN = 16
 
 
 class _Entry(NamedTuple):

@@ -1,0 +1,3 @@
+from .api import engram_gate, engram_hash, engram_lookup
+
+__all__ = ["engram_gate", "engram_hash", "engram_lookup"]
