@@ -2,6 +2,7 @@
 
 from .attn import sparse_attn
 from .compress import compress_pairs, copy_records, write_cache
+from .engram import engram_gate, engram_hash, engram_lookup
 from .hyper import mhc_collapse, mhc_expand, mhc_mixes
 from .index import index_query, index_topk, topk
 from .linear import block_linear, grouped_linear, linear
@@ -14,6 +15,9 @@ __all__ = [
     "block_linear",
     "compress_pairs",
     "copy_records",
+    "engram_gate",
+    "engram_hash",
+    "engram_lookup",
     "grouped_linear",
     "index_query",
     "index_topk",

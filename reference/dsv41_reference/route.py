@@ -7,7 +7,7 @@ from .numerics import narrow, softplus, wide
 
 def top_lower_first(score: torch.Tensor, k: int) -> torch.Tensor:
     """Indices [rows, k] of the k largest of each row, largest first; equal scores by the lower index."""
-    return torch.sort(score, -1, descending=True, stable=True).indices[:, :k]
+    return torch.sort(score, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
 def topk_route(

@@ -1,0 +1,192 @@
+"""Attention of one layer: window rows of its own, compressed entries and a selection of its sources."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..cache import PagedKV, page_slots
+from ..config import V41FlashConfig
+from ..formats import MXFP8
+from ..ops import (
+    compress_pairs,
+    copy_records,
+    grouped_linear,
+    index_query,
+    index_topk,
+    linear,
+    quantize_mxfp8,
+    rms_norm,
+    rope,
+    sparse_attn,
+    write_cache,
+)
+from .linear import BlockLinear, Weight, frozen
+from .state import Step, V41State
+
+
+@dataclass
+class Selection:
+    """What index sources publish to the layers behind them, within one forward.
+
+    selected: [num_tokens, index_top_k] int32 slots of the source's compressed cache.
+    candidates: [num_tokens, candidate_blocks] int32.
+    """
+
+    selected: torch.Tensor | None = None
+    candidates: torch.Tensor | None = None
+    workspace: dict[int, PagedKV] = field(default_factory=dict)
+
+    def window(self, step: Step, ring: PagedKV) -> PagedKV:
+        """The window cache that a layer attends: its ring, or the workspace that all layers share in turn."""
+        rows = step.workspace_rows
+        if rows == 0:
+            return ring
+        if rows not in self.workspace:
+            pages = torch.empty((1, rows, ring.record.bytes), dtype=torch.uint8, device=ring.pages.device)
+            self.workspace[rows] = PagedKV(pages, ring.record)
+        return self.workspace[rows]
+
+
+class Compressor(nn.Module):
+    """Latent of each closed group of ``ratio`` tokens; ratio 1 has no gate."""
+
+    def __init__(self, cfg: V41FlashConfig, ratio: int):
+        super().__init__()
+        self.eps, self.ratio = cfg.norm_eps, ratio
+        self.wkv = Weight(cfg.head_dim, cfg.hidden)
+        if ratio == 2:
+            self.wgate = Weight(cfg.head_dim, cfg.hidden)
+        self.norm = Weight(cfg.head_dim)
+
+    def forward(self, h: torch.Tensor, step: Step, carry: torch.Tensor | None) -> torch.Tensor:
+        """h [num_tokens, hidden] bf16 to latents [num_tokens, head_dim] bf16, valid where an entry closes."""
+        if self.ratio == 1:
+            pooled = linear(h, self.wkv.weight)
+        else:
+            assert carry is not None
+            f32 = torch.float32
+            kv_gate = torch.cat([linear(h, w.weight, dtype=f32) for w in (self.wkv, self.wgate)], 1)
+            pooled = compress_pairs(kv_gate, step.request_ids, step.positions, carry)
+        return rms_norm(pooled, self.norm.weight, eps=self.eps)
+
+
+class Indexer(nn.Module):
+    """Index queries and head weights; keys too where the layer owns them."""
+
+    def __init__(self, cfg: V41FlashConfig, owns_keys: bool):
+        super().__init__()
+        self.cfg = cfg
+        if owns_keys:
+            self.wk = Weight(cfg.index_dim, cfg.head_dim)
+            self.k_norm = Weight(cfg.index_dim)
+        self.wq_b = BlockLinear(cfg.q_rank, cfg.index_heads * cfg.index_dim)
+        self.weights_proj = Weight(cfg.index_heads, cfg.hidden)
+
+    def head_weights(self, h: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, index_heads] f32: bf16(h @ weights_proj.T) / sqrt(index_dim * index_heads)."""
+        factor = self.cfg.index_dim**-0.5 * self.cfg.index_heads**-0.5
+        return linear(h, self.weights_proj.weight).float() * factor
+
+
+class Attention(nn.Module):
+    """``attn`` of a backbone layer, or of a drafter stage (ratio 0, no sources)."""
+
+    def __init__(self, cfg: V41FlashConfig, layer: int):
+        super().__init__()
+        backbone = layer < cfg.num_layers
+        self.cfg, self.layer = cfg, layer
+        self.ratio = cfg.compress_ratios[layer] if backbone else 0
+        self.source = cfg.kv_source(layer) if self.ratio else -1
+        width = cfg.num_heads * cfg.head_dim
+        self.attn_sink = frozen((cfg.num_heads,), torch.float32)
+        self.wq_a = BlockLinear(cfg.hidden, cfg.q_rank)
+        self.q_norm = Weight(cfg.q_rank)
+        self.wq_b = BlockLinear(cfg.q_rank, width)
+        self.wkv = BlockLinear(cfg.hidden, cfg.head_dim)
+        self.kv_norm = Weight(cfg.head_dim)
+        self.wo_a = BlockLinear(width // cfg.o_groups, cfg.o_groups * cfg.o_rank)
+        self.wo_b = BlockLinear(cfg.o_groups * cfg.o_rank, cfg.hidden)
+        owns = backbone and layer in cfg.kv_sources
+        self.compressor = Compressor(cfg, self.ratio) if owns else None
+        self.indexer = Indexer(cfg, owns) if backbone and layer in cfg.index_sources else None
+
+    def write(self, h: torch.Tensor, hq: MXFP8, step: Step, state: V41State, shared: Selection) -> PagedKV:
+        """Write this layer's caches for all rows of the step; returns the window cache to attend.
+
+        Compressed entries of the chunk are written before any of its queries attends.
+        """
+        cfg, ring = self.cfg, state.windows[self.layer]
+        window = shared.window(step, ring)
+        if step.fill is not None:
+            copy_records(ring, step.fill[0], window, step.fill[1])
+        write_cache(
+            self.wkv(hq),
+            step.cos[self.ratio],
+            step.sin[self.ratio],
+            step.window_slots,
+            window,
+            norm_weight=self.kv_norm.weight,
+            eps=cfg.norm_eps,
+        )
+        if step.keep is not None:
+            copy_records(window, step.keep[0], ring, step.keep[1])
+        if self.compressor is not None and self.indexer is not None:
+            latent = self.compressor(h, step, state.carry.get(self.layer))
+            at = (step.entry_cos[self.ratio], step.entry_sin[self.ratio], step.entry_slots[self.ratio])
+            write_cache(latent, *at, state.compressed[self.layer], round_rope=cfg.round_compressed_rope)
+            key = linear(latent, self.indexer.wk.weight)
+            keys, weight = state.index_keys[self.layer], self.indexer.k_norm.weight
+            write_cache(key, *at, keys, norm_weight=weight, eps=cfg.norm_eps)
+        return window
+
+    def select(self, h: torch.Tensor, qr: MXFP8, step: Step, state: V41State, shared: Selection) -> None:
+        """Choose entries for the rows of the step and publish them."""
+        cfg, indexer = self.cfg, self.indexer
+        assert indexer is not None
+        q = indexer.wq_b(qr).unflatten(1, (cfg.index_heads, cfg.index_dim))
+        publishes = self.layer == cfg.candidate_source
+        restricted = self.layer > cfg.candidate_source and self.source == cfg.kv_source(cfg.candidate_source)
+        ids, candidates = index_topk(
+            index_query(q, step.cos[self.ratio], step.sin[self.ratio]),
+            indexer.head_weights(h),
+            step.request_ids,
+            step.visible[self.ratio],
+            state.index_keys[self.source],
+            state.page_table,
+            top_k=cfg.index_top_k,
+            candidates=shared.candidates if restricted else None,
+            num_candidates=cfg.candidate_blocks if publishes else 0,
+            block_size=cfg.candidate_block_size,
+        )
+        if publishes:
+            shared.candidates = candidates
+        size = state.compressed[self.source].page_size
+        shared.selected = page_slots(ids, step.request_ids, state.page_table, size)
+
+    def attend(
+        self, h: torch.Tensor, hq: MXFP8, step: Step, state: V41State, shared: Selection, window: PagedKV
+    ) -> torch.Tensor:
+        """Attention of the rows of the step: h [num_tokens, hidden] bf16 to [num_tokens, hidden] bf16."""
+        cfg = self.cfg
+        cos, sin = step.cos[self.ratio], step.sin[self.ratio]
+        qr = quantize_mxfp8(rms_norm(self.wq_a(hq), self.q_norm.weight, eps=cfg.norm_eps))
+        q = self.wq_b(qr).unflatten(1, (cfg.num_heads, cfg.head_dim))
+        rope(q, cos, sin, out=q)
+        if self.indexer is not None:
+            self.select(h, qr, step, state, shared)
+        compressed = (state.compressed[self.source], shared.selected) if self.ratio else (None, None)
+        o, _ = sparse_attn(q, window, step.window_ids, *compressed, scale=cfg.softmax_scale, sink=self.attn_sink)
+        rope(o, cos, sin, inverse=True, out=o)
+        return self.project(o)
+
+    def project(self, o: torch.Tensor) -> torch.Tensor:
+        """Grouped output projection: o [num_tokens, num_heads, head_dim] bf16 to [num_tokens, hidden] bf16."""
+        grouped = o.flatten(1).unflatten(1, (self.cfg.o_groups, -1))
+        return self.wo_b(grouped_linear(grouped, self.wo_a.mxfp8).flatten(1))
+
+    def forward(self, h: torch.Tensor, step: Step, state: V41State, shared: Selection) -> torch.Tensor:
+        """h [num_tokens, hidden] bf16 (normalised) to [num_tokens, hidden] bf16; writes this layer's caches."""
+        hq = quantize_mxfp8(h)
+        window = self.write(h, hq, step, state, shared)
+        return self.attend(h, hq, step, state, shared, window)

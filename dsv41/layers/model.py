@@ -1,0 +1,299 @@
+"""V4.1-Flash: embeddings, blocks and head over caches that the caller owns."""
+
+import functools
+
+
+import torch
+from torch import nn
+
+from .._op import check, check_tensor, check_values
+from ..config import V41FlashConfig
+from ..ops import engram_gate, engram_hash, linear, mhc_collapse, rms_norm
+from .attention import Selection
+from .block import Block
+from .engram import EngramSpec, EngramStore, TokenMap, append_ids, dead_tokens, lookback_ids
+from .linear import BlockLinear, Weight, frozen
+from .state import Step, V41State, plan_step
+
+
+class Engram(nn.Module):
+    """``engram`` of one layer: the table is in a store (`attach`), everything else are parameters."""
+
+    def __init__(self, cfg: V41FlashConfig):
+        super().__init__()
+        self.eps, self.width = cfg.norm_eps, cfg.engram.width
+        self.wkv = BlockLinear(cfg.engram.width, (cfg.num_streams + 1) * cfg.hidden)
+        self.q_weight = frozen((cfg.num_streams, cfg.hidden), torch.bfloat16)
+        self.k_weight = frozen((cfg.num_streams, cfg.hidden), torch.bfloat16)
+        self.store: EngramStore | None = None
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor, dead: torch.Tensor) -> torch.Tensor:
+        """Inject the memory into the streams.
+
+        Args:
+            x: [num_tokens, streams, hidden] bf16.
+            rows: [num_tokens, columns] int32, this layer's table rows.
+            dead: [num_tokens] bool, tokens that are returned as they are.
+        """
+        check(self.store is not None, "Engram", "a table: model.attach_engram(layer, store)", "none")
+        assert self.store is not None
+        values = torch.empty((rows.shape[0], self.width), dtype=torch.bfloat16, device=x.device)
+        self.store.lookup(rows, values)
+        return engram_gate(x, self.wkv(values), self.q_weight, self.k_weight, dead=dead, eps=self.eps)
+
+
+class Layer(Block):
+    """Backbone layer: a block, with Engram in front where the config has it."""
+
+    def __init__(self, cfg: V41FlashConfig, layer: int):
+        super().__init__(cfg, layer)
+        self.engram = Engram(cfg) if layer in cfg.engram.layers else None
+
+
+class V41Flash(nn.Module):
+    """The text model. Parameters carry the checkpoint's names; `weights.load` fills them.
+
+    Prefill, chunked prefill and decode are one `forward` over a varlen batch; what is kept between steps is a
+    `V41State`. Modules allocate no caches, look up no process group and never synchronise with the device.
+    """
+
+    def __init__(self, cfg: V41FlashConfig, token_map: TokenMap | None = None):
+        """Build with uninitialised parameters (use ``with torch.device(...)`` to say where).
+
+        Args:
+            cfg: model constants.
+            token_map: classes of token ids for Engram; `weights.load` needs none, `forward` does.
+        """
+        super().__init__()
+        self.cfg = cfg
+        self.embed = Weight(cfg.vocab_size, cfg.hidden)
+        self.layers = nn.ModuleList(Layer(cfg, i) for i in range(cfg.num_layers))
+        self.norm = Weight(cfg.hidden)
+        self.head = Weight(cfg.vocab_size, cfg.hidden)
+        with torch.device("cpu"):  # constants have values, also when parameters are built on "meta"
+            self.engram_spec = EngramSpec.from_config(cfg)
+        self.token_map: TokenMap | None = None
+        self._on_device: dict[torch.device, tuple[torch.Tensor, EngramSpec]] = {}
+        if token_map is not None:
+            self.attach_token_map(token_map)
+
+    # Weights.
+
+    def attach_token_map(self, token_map: TokenMap) -> None:
+        """Use these token classes; they must be as many as the tables were hashed with."""
+        token_map.check_config(self.cfg)
+        self.token_map = token_map
+        self._on_device.clear()
+
+    def attach_engram(self, layer: int, store: EngramStore) -> None:
+        """Read the Engram table of ``layer`` from ``store``."""
+        check(layer in self.cfg.engram.layers, "V41Flash", f"layer: one of {self.cfg.engram.layers}", layer)
+        engram = self.layers[layer].engram
+        assert isinstance(engram, Engram)
+        engram.store = store
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        """Every parameter by its official name, as a view of the checkpoint's shape and type."""
+        views: dict[str, torch.Tensor] = {}
+        for path, parameter in self.named_parameters():
+            if ".ffn.experts." not in path:
+                views[path] = parameter.data
+        for path, module in self.named_modules():
+            if path.endswith(".ffn.experts"):
+                for name, view in module.checkpoint_tensors().items():
+                    views[f"{path}.{name}"] = view.data
+        return views
+
+    # Forward.
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        state: V41State,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        max_len: int | None = None,
+        rows: torch.Tensor | None = None,
+        draft_inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Process new tokens of every request and return logits.
+
+        Args:
+            tokens: [num_tokens] int32 or int64 ids; rows of one request are consecutive.
+            positions: [num_tokens] int32, each request continuing at ``state.lens``.
+            state: caches, written in place; ``state.lens`` and ``state.tokens`` advance at the end.
+            cu_seqlens: [num_requests + 1] int32, first row of each request of the state (a request may have
+                none); rows past the last are padding. None when the state has one request.
+            max_len: bound on the rows of one request; None is the exact value on a CPU and num_tokens elsewhere.
+            rows: [n] int64, which rows' logits are wanted; None is all of them.
+            draft_inputs: [num_tokens, num_targets * hidden] bf16 to write the drafter's inputs into, or None.
+
+        Returns:
+            [n, vocab_size] f32.
+
+        Under DSV41_CHECK=1 token ids, positions and room are checked before anything is written; otherwise a
+        token out of range is a row of zeros and an entry that no page holds is not stored.
+        """
+        with torch.no_grad():
+            cu_seqlens, max_len = self._check(tokens, positions, state, cu_seqlens, max_len, rows, draft_inputs)
+            step = plan_step(state, positions, cu_seqlens, max_len)
+            x, pre = self.embed_streams(tokens)
+            x, pre = self.run(x, pre, tokens, step, state, cu_seqlens, draft_inputs)
+            self.commit(tokens, step, state, cu_seqlens)
+            if rows is not None:
+                x, pre = x[rows], pre[rows]
+            return self.logits(x, pre)
+
+    def embed_streams(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Streams [num_tokens, streams, hidden] bf16, all equal, and the one-hot pre-mix of the first sub-layer."""
+        cfg = self.cfg
+        known = (tokens >= 0) & (tokens < cfg.vocab_size)
+        e = torch.where(known[:, None], self.embed.weight[torch.where(known, tokens, 0).long()], 0)
+        x = e[:, None].expand(-1, cfg.num_streams, -1).contiguous()
+        pre = torch.zeros((tokens.shape[0], cfg.num_streams), device=tokens.device)
+        pre[:, 0] = 1
+        return x, pre
+
+    def run(
+        self,
+        x: torch.Tensor,
+        pre: torch.Tensor,
+        tokens: torch.Tensor,
+        step: Step,
+        state: V41State,
+        cu_seqlens: torch.Tensor,
+        draft_inputs: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers over the rows of the step."""
+        cfg = self.cfg
+        rows = self.engram_rows(tokens, step, state, cu_seqlens)
+        dead, image = dead_tokens(tokens, cfg.image_token), self.image_rows(tokens)
+        shared = Selection()
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            if layer.engram is not None:
+                x = layer.engram(x, rows[:, cfg.engram.layers.index(i)], dead)
+            if draft_inputs is not None and i in cfg.draft.target_layers:
+                column = cfg.draft.target_layers.index(i) * cfg.hidden
+                draft_inputs[:, column : column + cfg.hidden] = stream_mean(x)
+            attention = functools.partial(layer.attn, step=step, state=state, shared=shared)
+            x, pre = layer(x, pre, attention, image)
+        return x, pre
+
+    def image_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] bool: tokens that are routed with ``bias_vl``."""
+        return (tokens >= self.cfg.image_token) & (tokens < self.cfg.image_token_end)
+
+    def engram_rows(
+        self, tokens: torch.Tensor, step: Step, state: V41State, cu_seqlens: torch.Tensor
+    ) -> torch.Tensor:
+        """Table rows [num_tokens, engram layers, columns] int32 of the step's tokens."""
+        cfg = self.cfg
+        if not cfg.engram.layers:
+            return tokens.new_empty((tokens.shape[0], 0, 0))
+        device = tokens.device
+        if device not in self._on_device:
+            check(self.token_map is not None, "V41Flash", "a token map: model.attach_token_map(map)", "none")
+            assert self.token_map is not None
+            self._on_device[device] = self.token_map.ids.to(device), self.engram_spec.to(device)
+        classes, spec = self._on_device[device]
+        return engram_hash(
+            tokens,
+            step.positions,
+            cu_seqlens,
+            classes,
+            spec.multipliers,
+            spec.primes,
+            spec.offsets,
+            lookback=lookback_ids(state.tokens, state.lens, cfg.engram.max_ngram - 1),
+            pad_token=spec.pad_token,
+            image_token=cfg.image_token,
+        )
+
+    def logits(self, x: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+        """Final collapse, norm and head: [n, vocab_size] f32."""
+        h = rms_norm(mhc_collapse(x, pre), self.norm.weight, eps=self.cfg.norm_eps)
+        return linear(h, self.head.weight, dtype=torch.float32)
+
+    @staticmethod
+    def commit(tokens: torch.Tensor, step: Step, state: V41State, cu_seqlens: torch.Tensor) -> None:
+        """Record the step's ids and advance the lengths."""
+        append_ids(state.tokens, tokens, step.positions, cu_seqlens)
+        state.lens.add_(cu_seqlens[1:] - cu_seqlens[:-1])
+
+    def _check(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        state: V41State,
+        cu_seqlens: torch.Tensor | None,
+        max_len: int | None,
+        rows: torch.Tensor | None,
+        draft_inputs: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, int]:
+        name, count = "V41Flash", tokens.shape[0]
+        check_tensor(name, "tokens", tokens, (None,), torch.int32, torch.int64, like=self.embed.weight)
+        check_tensor(name, "positions", positions, (count,), torch.int32, like=tokens)
+        check(state.cfg == self.cfg, name, "a state of the same config", "another")
+        check(state.lens.device == tokens.device, name, f"a state on {tokens.device}", f"{state.lens.device}")
+        if cu_seqlens is None:
+            one = state.num_requests == 1
+            check(one, name, f"cu_seqlens: [{state.num_requests + 1}] int32 for this state", None)
+            cu_seqlens = torch.tensor([0, count], dtype=torch.int32, device=tokens.device)
+        check_tensor(name, "cu_seqlens", cu_seqlens, (state.num_requests + 1,), torch.int32, like=tokens)
+        if rows is not None:
+            check_tensor(name, "rows", rows, (None,), torch.int64, like=tokens)
+        if draft_inputs is not None:
+            width = len(self.cfg.draft.target_layers) * self.cfg.hidden
+            check_tensor(name, "draft_inputs", draft_inputs, (count, width), torch.bfloat16, like=tokens)
+        if max_len is None:
+            on_cpu = tokens.device.type == "cpu"
+            max_len = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if on_cpu and state.num_requests else count
+        if check_values():
+            self._check_values(tokens, positions, state, cu_seqlens.tolist(), max_len, rows)
+        return cu_seqlens, max_len
+
+    def _check_values(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        state: V41State,
+        cu: list[int],
+        max_len: int,
+        rows: torch.Tensor | None,
+    ) -> None:
+        name = "V41Flash"
+        rising = cu[0] == 0 and all(a <= b for a, b in zip(cu, cu[1:], strict=False)) and cu[-1] <= len(tokens)
+        check(rising, name, f"cu_seqlens: rising from 0 to at most {len(tokens)}", cu)
+        lens, place = state.lens.tolist(), positions.tolist()
+        table = state.page_table.cpu()
+        for r, (first, end) in enumerate(zip(cu, cu[1:], strict=False)):
+            if first == end:
+                continue
+            length = end - first
+            check(length <= max_len, name, f"at most max_len = {max_len} rows of request {r}", length)
+            wanted = list(range(lens[r], lens[r] + length))
+            got = place[first:end]
+            what = f"positions of request {r} to continue its state at {lens[r]}"
+            check(got == wanted, name, what, f"{got[:4]} ..." if length > 4 else got)
+            last = lens[r] + length
+            check(last <= state.capacity, name, f"room for {last} tokens of request {r}", f"{state.capacity}")
+            pages = table[r, : -(-last // state.block)]
+            held = bool(((pages >= 0) & (pages < self._num_pages(state))).all())
+            check(held, name, f"a page in range for every block of request {r}", pages.tolist()[:8])
+        used = tokens[: cu[-1]]
+        bad = used[(used < 0) | (used >= self.cfg.vocab_size)]
+        check(not bad.numel(), name, f"token ids 0 to {self.cfg.vocab_size - 1}", bad[:1].tolist())
+        if rows is not None and rows.numel():
+            low, high = int(rows.min()), int(rows.max())
+            check(low >= 0 and high < len(tokens), name, f"rows: 0 to {len(tokens) - 1}", f"{low} to {high}")
+
+    @staticmethod
+    def _num_pages(state: V41State) -> int:
+        return min((c.pages.shape[0] for c in state.compressed.values()), default=2**31)
+
+
+def stream_mean(x: torch.Tensor) -> torch.Tensor:
+    """Mean of the streams [num_tokens, streams, hidden] in f32, rounded once to bf16 (exact for four streams)."""
+    return x.float().mean(1).to(torch.bfloat16)

@@ -1,0 +1,87 @@
+"""Router, shared expert and routed experts of one layer."""
+
+import torch
+from torch import nn
+
+from ..config import V41FlashConfig
+from ..formats import E8M0, MXFP4Experts
+from ..ops import linear, mxfp4_moe, quantize_mxfp8, swiglu_quantize, topk_route
+from .linear import BlockLinear, Weight, frozen
+
+
+class Gate(nn.Module):
+    """Router weight [num_experts, hidden] bf16 and the biases of the choice, for text and for image tokens."""
+
+    def __init__(self, hidden: int, num_experts: int):
+        super().__init__()
+        self.weight = frozen((num_experts, hidden), torch.bfloat16)
+        self.bias = frozen((num_experts,), torch.float32)
+        self.bias_vl = frozen((num_experts,), torch.float32)
+
+
+class Experts(nn.Module):
+    """Routed experts, stacked; see `dsv41.formats.MXFP4Experts`. The checkpoint's tensors are slices of these."""
+
+    def __init__(self, hidden: int, inter: int, num_experts: int):
+        super().__init__()
+        self.inter = inter
+        self.w13 = frozen((num_experts, 2 * inter, hidden // 2), torch.uint8)
+        self.w13_scale = frozen((num_experts, 2 * inter, hidden // 32), E8M0)
+        self.w2 = frozen((num_experts, hidden, inter // 2), torch.uint8)
+        self.w2_scale = frozen((num_experts, hidden, inter // 32), E8M0)
+
+    @property
+    def mxfp4(self) -> MXFP4Experts:
+        """The weights as the op takes them."""
+        return MXFP4Experts(self.w13, self.w13_scale, self.w2, self.w2_scale)
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        """``{e}.w1.weight``, ``{e}.w1.scale``, ...: views in the checkpoint's shapes and types."""
+        views: dict[str, torch.Tensor] = {}
+        for e in range(self.w13.shape[0]):
+            for name, rows in (("w1", slice(None, self.inter)), ("w3", slice(self.inter, None))):
+                views[f"{e}.{name}.weight"] = self.w13[e, rows].view(torch.int8)
+                views[f"{e}.{name}.scale"] = self.w13_scale[e, rows]
+            views[f"{e}.w2.weight"] = self.w2[e].view(torch.int8)
+            views[f"{e}.w2.scale"] = self.w2_scale[e]
+        return views
+
+
+class SharedExperts(nn.Module):
+    """The expert that every token takes, in E4M3."""
+
+    def __init__(self, hidden: int, inter: int):
+        super().__init__()
+        self.w1 = BlockLinear(hidden, inter)
+        self.w2 = BlockLinear(inter, hidden)
+        self.w3 = BlockLinear(hidden, inter)
+
+
+class MoE(nn.Module):
+    """``ffn``: x [num_tokens, hidden] bf16 (normalised) to [num_tokens, hidden] bf16."""
+
+    def __init__(self, cfg: V41FlashConfig, num_experts: int, top_k: int):
+        super().__init__()
+        self.cfg, self.top_k = cfg, top_k
+        self.gate = Gate(cfg.hidden, num_experts)
+        self.experts = Experts(cfg.hidden, cfg.inter, num_experts)
+        self.shared_experts = SharedExperts(cfg.hidden, cfg.inter)
+
+    def route(self, x: torch.Tensor, image: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Expert ids and weights [num_tokens, top_k]; ``image`` [num_tokens] bool marks image tokens."""
+        return topk_route(
+            linear(x, self.gate.weight, dtype=torch.float32),
+            self.gate.bias,
+            top_k=self.top_k,
+            scale=self.cfg.route_scale,
+            temperature=self.cfg.route_temperature,
+            image_bias=None if image is None else self.gate.bias_vl,
+            image=image,
+        )
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        ids, weights = self.route(x, image)
+        q, limit, shared = quantize_mxfp8(x), self.cfg.swiglu_limit, self.shared_experts
+        gate_up = torch.cat([shared.w1(q), shared.w3(q)], 1)
+        y = shared.w2(swiglu_quantize(gate_up, limit=limit))
+        return mxfp4_moe(q, ids, weights, self.experts.mxfp4, limit=limit, shared=y, out=y)
