@@ -392,6 +392,6 @@ def _check_floors(geom: ReplayGeometry, target: np.ndarray, floor: np.ndarray) -
         r = int(np.flatnonzero(short)[0])
         raise ReplayConfigError(
             f"request {r}: at least {geom.cached_rows} window rows must exist below target_end {target[r]}, "
-            f"got {target[r] - floor[r]} (swa_start or decoder_live_start {floor[r]}); replay the prefix with "
-            "plan_encoder_hit"
+            f"got {target[r] - floor[r]} (swa_start or decoder_live_start {floor[r]}); replay the prefix "
+            "with plan_encoder_hit"
         )
