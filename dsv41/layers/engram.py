@@ -303,7 +303,7 @@ def lookback_ids(ring: torch.Tensor, starts: torch.Tensor, count: int) -> torch.
 
 
 def dead_tokens(tokens: torch.Tensor, image_token: int) -> torch.Tensor:
-    """[num_tokens] bool: rows with a closed gate, which also cut n-grams. One id, unlike the router's range."""
+    """[num_tokens] bool: rows with a closed gate, which also cut n-grams. One id, not the router's range."""
     return tokens == image_token
 
 

@@ -1,219 +1,50 @@
-"""The checkpoint: its tensor table as data, a lazy reader, a loader that validates first, synthetic values.
+"""Checkpoint folders: a lazy reader, and a loader that checks everything before it copies anything.
 
-Names, shapes and dtypes are the released checkpoint's, written once in `_table`; everything else here is
-derived from it. Shards are read with the ``safetensors`` library, which maps them into memory.
+Shards are read with the ``safetensors`` library, which maps them into memory. The tensor table and synthetic
+checkpoints are in `dsv41.layers.checkpoint`; their names are here too.
 """
 
-import functools
-import hashlib
+import itertools
 import json
 import math
+import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from tqdm import tqdm
 
-from .._op import check
+from .._op import check, describe
 from ..config import V41FlashConfig
 from ..formats import E4M3, E8M0
+from .checkpoint import (
+    INDEX,
+    TensorSpec,
+    expected_tensors,
+    parameter_counts,
+    synthetic_tensor,
+    tensor_specs,
+    write_synthetic,
+)
+from .engram import EngramStore, MappedEngramStore
 
-INDEX = "model.safetensors.index.json"
-_BF16, _F32, _I8 = torch.bfloat16, torch.float32, torch.int8
-_SPELLING = {"BF16": _BF16, "F32": _F32, "I8": _I8, "F8_E4M3": E4M3, "F8_E8M0": E8M0}
+__all__ = [
+    "Checkpoint",
+    "LoadReport",
+    "LoadableModel",
+    "expected_tensors",
+    "load",
+    "open_checkpoint",
+    "parameter_counts",
+    "synthetic_tensor",
+    "write_synthetic",
+]
 
-
-class _Fill(NamedTuple):
-    """How `synthetic_tensor` draws a tensor: ``centre`` plus something of size ``spread``."""
-
-    law: str
-    spread: float
-    centre: float = 0.0
-
-
-def _normal(std: float) -> _Fill:
-    return _Fill("normal", std)
-
-
-def _linear(gain: float) -> _Fill:
-    """A normal whose product with a unit input is of size ``gain``."""
-    return _Fill("linear", gain)
-
-
-def _near(centre: float, spread: float) -> _Fill:
-    """Uniform over centre ± spread without the inner fifth: never the centre itself."""
-    return _Fill("near", spread, centre)
-
-
-class _Row(NamedTuple):
-    """One line of the table: the tensors ``<place><name>`` for every place.
-
-    A kind is a plain dtype, or a pair that adds ``.weight`` and ``.scale``: fp8 (one scale a 32 x 32 tile),
-    rows8 (E4M3, one scale a 1 x 32 block) or fp4 (two E2M1 a byte, one scale a 1 x 32 block).
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    kind: torch.dtype | str
-    places: tuple[str, ...]
-    fill: _Fill
-
-
-_ONCE = ("",)
-_NORM = _near(1.0, 0.5)
-
-
-def _table(c: V41FlashConfig) -> list[_Row]:
-    """The text model and the drafter: model.md section 6, line by line."""
-    layers = tuple(f"layers.{i}." for i in range(c.num_layers))
-    stages = tuple(f"mtp.{i}." for i in range(c.draft.num_stages))
-    blocks = layers + stages
-    sources = tuple(layers[i] for i in c.kv_sources)
-    gated = tuple(layers[i] for i in c.kv_sources if c.compress_ratios[i] == 2)
-    indexers = tuple(layers[i] for i in c.index_sources)
-    memory = tuple(layers[i] for i in c.engram.layers)
-    routers = ((layers, c.num_experts), (stages, c.draft.num_experts))
-    experts = tuple(f"{at}ffn.experts.{e}." for places, n in routers for at in places for e in range(n))
-    hidden, streams, heads, width = c.hidden, c.num_streams, c.num_heads, c.head_dim
-    mixes = (2 + streams) * streams
-    rows = [
-        _Row("embed.weight", (c.vocab_size, hidden), _BF16, _ONCE, _normal(1)),
-        _Row("head.weight", (c.vocab_size, hidden), _BF16, _ONCE, _linear(2)),
-        _Row("norm.weight", (hidden,), _BF16, _ONCE, _NORM),
-        _Row("attn_norm.weight", (hidden,), _BF16, blocks, _NORM),
-        _Row("ffn_norm.weight", (hidden,), _BF16, blocks, _NORM),
-    ]
-    for part in ("attn", "ffn"):
-        rows += [
-            _Row(f"hc_{part}_fn", (mixes, streams * hidden), _F32, blocks, _linear(1)),
-            _Row(f"hc_{part}_base", (mixes,), _F32, blocks, _normal(1)),
-            _Row(f"hc_{part}_scale", (3,), _F32, blocks, _NORM),
-        ]
-    rows += [
-        _Row("attn.attn_sink", (heads,), _F32, blocks, _near(3.5, 2.4)),
-        _Row("attn.wq_a", (c.q_rank, hidden), "fp8", blocks, _linear(1)),
-        _Row("attn.q_norm.weight", (c.q_rank,), _BF16, blocks, _NORM),
-        _Row("attn.wq_b", (heads * width, c.q_rank), "fp8", blocks, _linear(2)),
-        _Row("attn.wkv", (width, hidden), "fp8", blocks, _linear(1)),
-        _Row("attn.kv_norm.weight", (width,), _BF16, blocks, _NORM),
-        _Row("attn.wo_a", (c.o_groups * c.o_rank, heads * width // c.o_groups), "fp8", blocks, _linear(1.5)),
-        _Row("attn.wo_b", (hidden, c.o_groups * c.o_rank), "fp8", blocks, _linear(1)),
-        _Row("attn.compressor.wkv.weight", (width, hidden), _BF16, sources, _linear(1)),
-        _Row("attn.compressor.wgate.weight", (width, hidden), _BF16, gated, _linear(1.5)),
-        _Row("attn.compressor.norm.weight", (width,), _BF16, sources, _NORM),
-        _Row("attn.indexer.wk.weight", (c.index_dim, width), _BF16, sources, _linear(1)),
-        _Row("attn.indexer.k_norm.weight", (c.index_dim,), _BF16, sources, _NORM),
-        _Row("attn.indexer.wq_b", (c.index_heads * c.index_dim, c.q_rank), "fp8", indexers, _linear(1)),
-        _Row("attn.indexer.weights_proj.weight", (c.index_heads, hidden), _BF16, indexers, _linear(1)),
-    ]
-    for places, count in routers:
-        rows += [
-            _Row("ffn.gate.weight", (count, hidden), _BF16, places, _linear(1.5)),
-            _Row("ffn.gate.bias", (count,), _F32, places, _normal(0.25)),
-            _Row("ffn.gate.bias_vl", (count,), _F32, places, _normal(0.25)),
-        ]
-    # Gate and up are wide enough that the SwiGLU clamp at 10 is met; w2 brings the result back to one.
-    shared = tuple(f"{at}ffn.shared_experts." for at in blocks)
-    for places, kind in ((experts, "fp4"), (shared, "fp8")):
-        rows += [
-            _Row("w1", (c.inter, hidden), kind, places, _linear(4)),
-            _Row("w3", (c.inter, hidden), kind, places, _linear(4)),
-            _Row("w2", (hidden, c.inter), kind, places, _linear(0.06)),
-        ]
-    for at, count in zip(memory, c.engram.num_rows, strict=True):
-        rows.append(_Row("engram.embed", (count, c.engram.head_dim), "rows8", (at,), _normal(1)))
-    rows += [
-        _Row("engram.wkv", ((streams + 1) * hidden, c.engram.width), "fp8", memory, _linear(1)),
-        _Row("engram.q_weight", (streams, hidden), _BF16, memory, _near(1, 0.75)),
-        _Row("engram.k_weight", (streams, hidden), _BF16, memory, _near(1, 0.75)),
-    ]
-    first, last, rank = stages[:1], stages[-1:], c.draft.markov_rank
-    rows += [
-        _Row("main_proj", (hidden, hidden * len(c.draft.target_layers)), "fp8", first, _linear(1)),
-        _Row("main_norm.weight", (hidden,), _BF16, first, _NORM),
-        _Row("norm.weight", (hidden,), _BF16, last, _NORM),
-        _Row("markov_head.embed.weight", (c.vocab_size, rank), _BF16, last, _normal(1)),
-        _Row("markov_head.head.weight", (c.vocab_size, rank), _BF16, last, _linear(1)),
-        _Row("confidence_head.proj.weight", (1, hidden + rank), _BF16, last, _linear(1)),
-    ]
-    return rows
-
-
-def _vision_table(c: V41FlashConfig) -> list[_Row]:
-    v, hidden = c.vision, c.hidden
-    blocks = tuple(f"vision.blocks.{i}." for i in range(v.num_layers))
-    rows = [_Row(f"image_{n}", (hidden,), _BF16, _ONCE, _normal(1)) for n in ("start", "end", "newline")]
-
-    def linear(name: str, outs: int, ins: int, places: tuple[str, ...], bias: bool = True) -> None:
-        rows.append(_Row(f"{name}.weight", (outs, ins), _BF16, places, _linear(1)))
-        if bias:
-            rows.append(_Row(f"{name}.bias", (outs,), _BF16, places, _normal(0.25)))
-
-    linear("aligner.w1", hidden, v.hidden * v.downsample**2, _ONCE)
-    linear("aligner.w2", hidden, hidden, _ONCE)
-    linear("vision.patch_embed.proj", v.hidden, 3 * v.patch**2, _ONCE)
-    linear("attn.wqkv", 3 * v.hidden, v.hidden, blocks)
-    linear("attn.wo", v.hidden, v.hidden, blocks)
-    linear("mlp.w1", 2 * v.inter, v.hidden, blocks, bias=False)
-    linear("mlp.w2", v.hidden, v.inter, blocks, bias=False)
-    norms = (("norm1.weight", blocks), ("norm2.weight", blocks), ("vision.norm.weight", _ONCE))
-    return rows + [_Row(name, (v.hidden,), _BF16, places, _NORM) for name, places in norms]
-
-
-class _Tensor(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    row: _Row
-
-
-def _parts(row: _Row) -> Iterator[tuple[str, _Tensor]]:
-    """The tensors of one place: (name suffix, tensor)."""
-    if isinstance(row.kind, torch.dtype):
-        yield row.name, _Tensor(row.shape, row.kind, row)
-        return
-    outs, ins = row.shape
-    groups = -(-ins // 32)
-    weight = ((outs, ins // 2), _I8) if row.kind == "fp4" else ((outs, ins), E4M3)
-    yield f"{row.name}.weight", _Tensor(*weight, row)
-    yield f"{row.name}.scale", _Tensor((-(-outs // 32) if row.kind == "fp8" else outs, groups), E8M0, row)
-
-
-@functools.lru_cache(maxsize=8)
-def _tensors(cfg: V41FlashConfig, vision: bool) -> dict[str, _Tensor]:
-    rows = _table(cfg) + (_vision_table(cfg) if vision else [])
-    parts = ((row, list(_parts(row))) for row in rows)
-    return {place + name: tensor for row, made in parts for place in row.places for name, tensor in made}
-
-
-def expected_tensors(
-    cfg: V41FlashConfig, vision: bool = False
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Every tensor of the checkpoint of a config.
-
-    Args:
-        cfg: the model's constants.
-        vision: with the vision tower, the aligner and the image vectors.
-
-    Returns:
-        name -> (shape, dtype), ``mtp.*`` included: 96,085 names for `V41FlashConfig.flash` with vision and
-        95,819 without. Packed FP4 experts are int8 [out, in/2], scales float8_e8m0fnu.
-    """
-    return {name: (t.shape, t.dtype) for name, t in _tensors(cfg, vision).items()}
-
-
-def parameter_counts(cfg: V41FlashConfig, vision: bool = False) -> dict[torch.dtype, int]:
-    """Logical values a stored dtype; an int8 byte holds two. Scales (float8_e8m0fnu) are not parameters."""
-    counts: dict[torch.dtype, int] = {}
-    for shape, dtype in expected_tensors(cfg, vision).values():
-        counts[dtype] = counts.get(dtype, 0) + math.prod(shape) * (2 if dtype == _I8 else 1)
-    return counts
-
-
-# Reading.
-
+_SPELLING = {"BF16": torch.bfloat16, "F32": torch.float32, "I8": torch.int8, "F8_E4M3": E4M3, "F8_E8M0": E8M0}
 _OPTIONAL = ("vision.", "aligner.", "image_")
 _SKIPPABLE = (*_OPTIONAL, "mtp.")
 _SHOWN = 16
@@ -260,6 +91,14 @@ def _read_header(path: Path) -> tuple[dict[str, _Entry], int]:
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
             entries[name] = _Entry(tuple(entry["shape"]), entry["dtype"], start + begin, start + end)
+    # The format has no holes. A file that ends early is reported by tensor, later.
+    ranges = sorted((e.begin, e.end, name) for name, e in entries.items())
+    for (_, end, _), (begin, _, name) in itertools.pairwise([(0, start, ""), *ranges]):
+        if begin != end:
+            raise ValueError(f"{name} starts at byte {begin}, where {end} is due")
+    last = ranges[-1][1] if ranges else start
+    if size > last:
+        raise ValueError(f"{size - last} bytes behind the last tensor")
     return entries, size
 
 
@@ -280,18 +119,32 @@ def _read_index(op: str, folder: Path) -> dict[str, str]:
 class Checkpoint(Mapping[str, torch.Tensor]):
     """The tensors of a checkpoint folder by name, mapped into memory. Made by `open_checkpoint`."""
 
-    def __init__(self, folder: Path, entries: dict[str, tuple[str, _Entry]], files: dict[str, Any]):
+    def __init__(self, folder: Path, entries: dict[str, tuple[str, _Entry]]):
         self.folder = folder
-        self._entries, self._files = entries, files
+        self._entries = entries
+        self._files: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._files[self._entries[name][0]].get_tensor(name)
+        file, _ = self._entries[name]
+        # Opened when first read: the library maps a whole file as private memory, which a system may refuse
+        # for the file of an Engram table if nobody needs it.
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(self.folder / file, "pt")
+            except Exception as error:
+                wanted = f"a safetensors file {self.folder / file} (for {name})"
+                raise ValueError(f"Checkpoint: expected {wanted}, got {error}") from error
+        return self._files[file].get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, from its file's header."""
+        return self._entries[name][1].shape
 
     def locate(self, name: str) -> tuple[Path, int]:
         """The file that holds a tensor and the byte its values start at."""
@@ -318,7 +171,7 @@ def open_checkpoint(folder: str | Path, cfg: V41FlashConfig) -> Checkpoint:
 
 def _open(op: str, folder: Path, cfg: V41FlashConfig) -> Checkpoint:
     index = _read_index(op, folder)
-    everything, required = _tensors(cfg, True), _tensors(cfg, False)
+    everything, required = tensor_specs(cfg, True), tensor_specs(cfg, False)
     if any(name.startswith(_OPTIONAL) for name in index):
         required = everything
     problems = _Problems(op, f"the {len(required)} tensors of this config in {folder}")
@@ -352,17 +205,12 @@ def _open(op: str, folder: Path, cfg: V41FlashConfig) -> Checkpoint:
         elif (name, file) in entries:
             _check_entry(problems, name, file, entries[name, file], everything[name], sizes[file])
     problems.refuse()
-    files = {}
-    for file in sizes:
-        try:
-            files[file] = safe_open(folder / file, "pt")
-        except Exception as error:
-            first = next(name for name in index if index[name] == file)
-            raise ValueError(f"{op}: expected a safetensors file {file} (of {first}), got {error}") from error
-    return Checkpoint(folder, {name: (file, entries[name, file]) for name, file in index.items()}, files)
+    return Checkpoint(folder, {name: (file, entries[name, file]) for name, file in index.items()})
 
 
-def _check_entry(problems: _Problems, name: str, file: str, entry: _Entry, want: _Tensor, size: int) -> None:
+def _check_entry(
+    problems: _Problems, name: str, file: str, entry: _Entry, want: TensorSpec, size: int
+) -> None:
     if entry.shape != want.shape:
         problems.add("mis-shaped", f"{name} ({list(entry.shape)} for {list(want.shape)}, in {file})")
     if _SPELLING.get(entry.dtype) != want.dtype:
@@ -370,101 +218,129 @@ def _check_entry(problems: _Problems, name: str, file: str, entry: _Entry, want:
         problems.add("mis-typed", f"{name} ({entry.dtype} for {wanted}, in {file})")
     if entry.end > size:
         problems.add("truncated", f"{name} (ends at byte {entry.end} of {file}, which has {size})")
+    if entry.end - entry.begin != math.prod(want.shape) * want.dtype.itemsize and entry.shape == want.shape:
+        problems.add("mis-sized", f"{name} ({entry.end - entry.begin} bytes, in {file})")
 
 
-# Synthetic checkpoints.
+class LoadableModel(Protocol):
+    """What `load` needs of a model."""
 
-# Offsets of neighbouring scale codes, and the root mean square of the powers of two that they stand for.
-_OFFSETS = (-2, -1, 0, 1)
-_OFFSETS_RMS = math.sqrt(sum(4.0**k for k in _OFFSETS) / len(_OFFSETS))
-# Both nibbles of a byte: every E2M1 code but the two zeros.
-_E2M1_CODES = tuple(k for k in range(16) if k & 7)
-_E2M1_RMS = 3.128
+    cfg: V41FlashConfig
 
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters by checkpoint name, as views of the checkpoint's shape and dtype (int8 may be uint8)."""
+        ...
 
-@functools.cache
-def _unit_normal() -> torch.Tensor:
-    """4096 normal quantiles, none nearer to zero than 1/32: sums of products stay exact in float64."""
-    half = math.sqrt(2) * torch.erfinv((torch.arange(2048, dtype=torch.float64) + 0.5) / 2048)
-    half = half.clamp(min=1 / 32)
-    return torch.cat([-half.flip(0), half])
+    def attach_engram(self, layer: int, store: EngramStore) -> None:
+        """Take the table of an Engram layer."""
+        ...
 
 
-@functools.lru_cache(maxsize=256)
-def _levels(row: _Row, dtype: torch.dtype) -> torch.Tensor:
-    """The values that a tensor of this row is drawn from, in its stored dtype."""
-    law, spread, centre = row.fill
-    size = spread / math.sqrt(row.shape[-1]) if law == "linear" else spread
-    if isinstance(row.kind, torch.dtype):
-        if law == "near":
-            steps = torch.linspace(0.2, 1.0, 512, dtype=torch.float64) * spread
-            return (centre + torch.cat([-steps, steps])).to(dtype)
-        return (_unit_normal() * size).to(dtype)
-    # Quantised pairs: the values fill their format, the scales bring them to the wanted size.
-    size /= _OFFSETS_RMS
-    power = round(math.log2(size / _E2M1_RMS)) if row.kind == "fp4" else math.floor(math.log2(size / 32))
-    if dtype == E8M0:
-        return torch.tensor([127 + power + k for k in _OFFSETS], dtype=torch.uint8).view(E8M0)
-    if row.kind == "fp4":
-        codes = torch.tensor(_E2M1_CODES, dtype=torch.uint8)
-        return (codes[:, None] | codes[None] << 4).flatten().view(_I8)
-    return (_unit_normal() * size * 2.0**-power).clamp(-448, 448).float().to(dtype)
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load` did.
+
+    loaded: names copied into the model. size: their bytes. engram: layers whose tables stay on disk.
+    skipped: names in the folder that the model has no place for (drafter, vision).
+    """
+
+    loaded: tuple[str, ...]
+    size: int
+    engram: tuple[int, ...]
+    skipped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        groups = Counter(next(g for g in _SKIPPABLE if name.startswith(g)) for name in self.skipped)
+        skipped = ", ".join(f"{count} of {group}*" for group, count in groups.items()) or "nothing"
+        tables = f"; tables of layers {self.engram} stay on disk" if self.engram else ""
+        return f"loaded {len(self.loaded)} tensors, {self.size / 1e6:.1f} MB{tables}; skipped {skipped}"
 
 
-def synthetic_tensor(cfg: V41FlashConfig, name: str, seed: int) -> torch.Tensor:
-    """One tensor of the synthetic checkpoint, the same bits on every call and machine.
+def load(model: LoadableModel, folder: str | Path, *, progress: bool = True) -> LoadReport:
+    """Fill a model from a checkpoint folder. Everything is checked before the first value is copied.
+
+    Bytes are copied as they are, never converted. Engram tables that the model does not hold are attached as
+    `dsv41.layers.engram.MappedEngramStore`. Drafter and vision tensors are skipped where the model has none.
 
     Args:
-        cfg: the model's constants.
-        name: a name of ``expected_tensors(cfg, vision=True)``.
-        seed: of the checkpoint; every name has its own stream.
+        model: offers its parameters by checkpoint name; its ``cfg`` says what the folder must hold.
+        folder: holds ``model.safetensors.index.json`` and the shards that it names.
+        progress: show a bar and print the report's line, to standard error.
 
     Returns:
-        The tensor in its stored shape and dtype. No value is zero; no norm, bias, sink or scale is one.
+        LoadReport.
+
+    Errors: as `open_checkpoint`; also one ValueError for every tensor that the model lacks, or offers in
+        another shape or dtype or without memory, and for every scale that holds byte 255. Table scales are
+        checked when rows are read. The model is unchanged after an error.
     """
-    known = _tensors(cfg, True)
-    check(name in known, "synthetic_tensor", "name: a checkpoint tensor of this config", name)
-    shape, dtype, row = known[name]
-    levels = _levels(row, dtype)
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[levels.element_size()]
-    stream = np.random.default_rng(
-        int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "big")
-    )
-    picks = stream.integers(0, len(levels), shape, dtype=np.uint16)
-    return torch.from_numpy(levels.view(bits).numpy()[picks]).view(dtype)
+    checkpoint = _open("load", Path(folder), model.cfg)
+    offered = model.checkpoint_tensors()
+    _check_offered(offered, checkpoint, model.cfg)
+    files = sorted((checkpoint.locate(name), name) for name in offered)
+    sources = {name: checkpoint[name] for _, name in files}
+    problems = _Problems("load", f"scales without byte 255 in {folder}")
+    for name, source in sources.items():
+        if source.dtype == E8M0 and bool((source.view(torch.uint8) == 255).any()):
+            problems.add("spoiled", f"{name} (in {checkpoint.locate(name)[0].name})")
+    problems.refuse()
+    stores = {
+        layer: _open_table(checkpoint, layer)
+        for layer in model.cfg.engram.layers
+        if _table_names(layer)[0] not in offered
+    }
+    size = sum(source.nbytes for source in sources.values())
+    with torch.no_grad(), tqdm(total=size, unit="B", unit_scale=True, disable=not progress) as bar:
+        for name, source in sources.items():
+            target = offered[name]
+            if source.element_size() == 1:
+                # As bytes: experts may be offered as uint8, and a copy into another 8-bit type converts.
+                target, source = target.view(torch.uint8), source.view(torch.uint8)
+            target.copy_(source)
+            bar.update(target.nbytes)
+    for layer, store in stores.items():
+        model.attach_engram(layer, store)
+    kept = {name for layer in stores for name in _table_names(layer)}
+    skipped = tuple(name for name in checkpoint if name not in offered and name not in kept)
+    report = LoadReport(tuple(sources), size, tuple(stores), skipped)
+    if progress:
+        tqdm.write(str(report), file=sys.stderr)
+    return report
 
 
-def write_synthetic(cfg: V41FlashConfig, folder: str | Path, seed: int, *, vision: bool = False) -> None:
-    """Write a checkpoint of any config in the official layout: shards, index and ``config.json``.
+def _table_names(layer: int) -> tuple[str, str]:
+    return f"layers.{layer}.engram.embed.weight", f"layers.{layer}.engram.embed.scale"
 
-    Values exercise the whole model: mixes far from uniform, biases that change choices, sinks of the size of
-    the scores, clamps that are met, scales that differ from block to block. See `synthetic_tensor`.
 
-    Args:
-        cfg: the model's constants.
-        folder: made when it does not exist; files of the same names are replaced.
-        seed: of all values.
-        vision: also write the vision tower, the aligner and the image vectors.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    sizes = {n: math.prod(s) * d.itemsize for n, (s, d) in expected_tensors(cfg, vision).items()}
-    total = sum(sizes.values())
-    limit = min(total // 4, 8 << 30)
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    where: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        where |= dict.fromkeys(names, file)
-        values = {name: synthetic_tensor(cfg, name, seed) for name in names}
-        save_file(values, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    (folder / INDEX).write_text(json.dumps(index, indent=1))
-    (folder / "config.json").write_text(json.dumps(cfg.to_hf(), indent=1))
+def _open_table(checkpoint: Checkpoint, layer: int) -> MappedEngramStore:
+    values, scale = _table_names(layer)
+    rows, width = checkpoint.shape(values)
+    places = checkpoint.locate(values), checkpoint.locate(scale)
+    return MappedEngramStore(*places, num_rows=rows, head_dim=width)
+
+
+def _check_offered(offered: dict[str, torch.Tensor], checkpoint: Checkpoint, cfg: V41FlashConfig) -> None:
+    """Refuse a model that does not offer what the checkpoint is for."""
+    known = tensor_specs(cfg, True)
+    problems = _Problems("load", "a model that offers the tensors of its config")
+    tables = {name for layer in cfg.engram.layers for name in _table_names(layer)}
+    begun = {group for group in _SKIPPABLE if any(name.startswith(group) for name in offered)}
+    for name in checkpoint:
+        group = next((g for g in _SKIPPABLE if name.startswith(g)), None)
+        if name not in offered and (name not in tables if group is None else group in begun):
+            problems.add("not offered", name)
+    for layer in cfg.engram.layers:
+        values, scale = _table_names(layer)
+        if (values in offered) != (scale in offered):
+            problems.add("not offered", scale if values in offered else values)
+    for name, tensor in offered.items():
+        want = known.get(name)
+        if want is None or name not in checkpoint:
+            problems.add("not in the checkpoint", name)
+            continue
+        dtypes = (want.dtype, torch.uint8) if want.dtype == torch.int8 else (want.dtype,)
+        if tuple(tensor.shape) != want.shape or tensor.dtype not in dtypes or tensor.is_meta:
+            place = " on meta" if tensor.is_meta else ""
+            spelled = str(want.dtype).removeprefix("torch.")
+            problems.add("mismatched", f"{name} ({describe(tensor)}{place} for {list(want.shape)} {spelled})")
+    problems.refuse()
