@@ -97,11 +97,5 @@ def accept(
         for row in result.status.nonzero().flatten().tolist()[:1]:
             name = names[row] if names else str(row)
             got = f"a NaN, a +inf or only -inf in row {int(result.num_emitted[row])} of request {name}"
-            check(False, "accept", "at least one finite logit and no NaN or +inf", Got(got))
+            check(False, "accept", "at least one finite logit and no NaN or +inf", got)
     return Accepted(result.tokens, result.num_emitted)
-
-
-class Got(str):
-    """Text that an error shows without quotes."""
-
-    __repr__ = str.__str__

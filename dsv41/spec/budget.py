@@ -30,7 +30,7 @@ def _gains(
     hi: ArrayLike | None,
     weights: ArrayLike | None,
 ) -> tuple[int, int, np.ndarray]:
-    """Requests that emit, drafts of the floors, and expected tokens by how many drafts come on top of them."""
+    """Requests that emit, drafts of the floors, and expected tokens by how many drafts come on top."""
     a = np.asarray(survival)
     if a.dtype not in (np.float32, np.float64):
         a = a.astype(np.float64)

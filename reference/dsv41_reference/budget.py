@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 SMALLEST_NORMAL = 2.0**-126
-"""Survivals below this count as 0, so that devices which flush subnormal numbers agree with those which do not."""
+"""Smaller survivals count as 0, so that devices which flush subnormal numbers agree with the others."""
 
 
 def survival(confidence: Tensor) -> tuple[Tensor, Tensor]:

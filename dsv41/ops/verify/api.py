@@ -9,8 +9,9 @@ from ..._op import Op, check, check_tensor, check_values
 _SPLIT = Op(
     "split_budget_ragged(Tensor confidence, Tensor lo, Tensor hi, Tensor base, Tensor bonus,"
     " Tensor start, Tensor weights, Tensor budget, Tensor num_requests, Tensor rotation,"
-    " Tensor(a!) lengths, Tensor(b!) cu_q, Tensor(c!) cu_logits, Tensor(d!) token_request_ids, Tensor(e!) positions, Tensor(f!) logits_ids,"
-    " Tensor(g!) stats) -> ()",
+    " Tensor(a!) lengths, Tensor(b!) cu_q, Tensor(c!) cu_logits,"
+    " Tensor(d!) token_request_ids, Tensor(e!) positions,"
+    " Tensor(f!) logits_ids, Tensor(g!) stats) -> ()",
     reference="dsv41_reference.budget:split_budget_ragged",
     package=__package__,
 )
