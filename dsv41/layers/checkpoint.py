@@ -86,7 +86,7 @@ def _table(c: V41FlashConfig) -> list[_Row]:
     for part in ("attn", "ffn"):
         rows += [
             _Row(f"hc_{part}_fn", (mixes, streams * hidden), _F32, blocks, _linear(1)),
-            _Row(f"hc_{part}_base", (mixes,), _F32, blocks, _normal(1)),
+            _Row(f"hc_{part}_base", (mixes,), _F32, blocks, _normal(2)),
             _Row(f"hc_{part}_scale", (3,), _F32, blocks, _NORM),
         ]
     rows += [
