@@ -1,8 +1,8 @@
-"""A small encoder-decoder stack that runs bounded replay through the planner's fields, in two kinds of values.
+"""A small encoder-decoder stack that runs bounded replay by the planner's fields, in two kinds of values.
 
-`Structure`: the value of a row is the identity of its whole computation tree. Two rows are equal exactly when they were
-computed from the same inputs through the same sets of keys, so equality is the statement of the theorem itself.
-`Numeric`: float64 vectors with random weights, attention with a sink, rotary phases and a top-k of shared entries.
+`Structure`: the value of a row is the identity of its whole computation tree. Two rows are equal exactly when
+they were computed from the same inputs through the same sets of keys, so equality is the theorem itself.
+`Numeric`: float64 vectors, random weights, attention with a sink, rotary phases, a top-k of shared entries.
 
 Both start every cache slot as poison. Structure raises when one is read; Numeric carries NaN into the output.
 """
@@ -101,7 +101,7 @@ class Numeric:
 
 @dataclass
 class State:
-    """Caches of one request. `window[layer]` maps a slot to (position, value); ring slots are position % ring."""
+    """Caches of one request; `window[layer]` maps a slot to (position, value)."""
 
     tokens: np.ndarray
     window: list[dict[int, tuple[int, Any]]]
@@ -116,7 +116,7 @@ class State:
 
 
 class Toy:
-    """`encoder` + `decoder` layers; encoder layers from 1 on and all decoder layers also read shared entries."""
+    """An encoder-decoder stack; all layers but the first also read shared entries."""
 
     def __init__(self, values: Any, geom: ReplayGeometry, ring: int | None = None) -> None:
         self.values, self.geom, self.ring = values, geom, ring
@@ -137,7 +137,7 @@ class Toy:
         pad: int = 0,
         write_from: Iterable[int] | None = None,
     ) -> ReplayPlan:
-        """Run one forward. `write_from[r]`: entries of request r are written from this position on (prefix hits)."""
+        """Run one forward. `write_from[r]`: entries of request r are written from here on (prefix hits)."""
         plan = plan_decoder(cfg, self.geom, [span for _, span in batch])
         plan = plan.pad(plan.num_rows + pad)
         states = [state for state, _ in batch]
@@ -233,7 +233,7 @@ class Toy:
                 states[r].entry_writes[source][p] += 1
 
     def _poison_below_floors(self, plan: ReplayPlan, states: list[State]) -> None:
-        """A floor promises that nothing below it is read: destroy it, wherever no row of the request runs below."""
+        """A floor promises that nothing below it is read: destroy that, where no row runs below."""
         for r, state in enumerate(states):
             if plan.dead[r] or plan.n_kept[r] == 0:
                 continue
@@ -273,8 +273,11 @@ class Toy:
     def define(
         self, tokens: Sequence[int] | np.ndarray, s: int = 0, all_rows: bool = False
     ) -> list[dict[int, Any]]:
-        """Inputs of every layer, then the output, by position: decoder rows below `s` do not exist, windows are cut at
-        `s` (in the first decoder layer only when not `all_rows`), entries are never cut. `s = 0` is the full prefill."""
+        """Inputs of every layer, then the output, by position.
+
+        Decoder rows below `s` do not exist and windows are cut at `s` (in the first decoder layer only
+        when not `all_rows`); entries are never cut. `s = 0` is the full prefill.
+        """
         x = {p: self.values.embed(int(t), p) for p, t in enumerate(tokens)}
         history, entries = [dict(x)], {}
         for layer in range(self.layers):

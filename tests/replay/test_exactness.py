@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_toy import Numeric, State, Structure, Toy, same
 
-from dsv41.replay import ReplayConfig, ReplayGeometry, RequestSpan
+from dsv41.replay import ReplayConfig, ReplayGeometry, ReplayMode, RequestSpan
 
 ENCODER = 2
 VARIANTS = ("segment", "all_rows")
@@ -23,7 +23,7 @@ def make(depth: int, window: int, drafts: int = 1, kind: str = "structure", ring
 
 
 def config(toy: Toy, mode: str, keep: int, **kwargs) -> ReplayConfig:
-    return ReplayConfig(mode, keep, geometry=toy.geom, **kwargs)  # type: ignore[arg-type]
+    return ReplayConfig(ReplayMode(mode), keep, geometry=toy.geom, **kwargs)
 
 
 def words(length: int, seed: int = 0) -> np.ndarray:
@@ -54,7 +54,7 @@ def test_off_is_the_definition(depth, window, variant, kind):
 @pytest.mark.parametrize("kind", ["structure", "numeric"])
 @pytest.mark.parametrize(("depth", "window", "variant"), CASES)
 def test_compact_is_the_definition_and_its_depth_formula(depth, window, variant, kind):
-    """Every kept row of every layer: the segment definition, and equal to mode off iff the formula says so."""
+    """Every kept row of every layer: the definition, and equal to mode off iff the formula says so."""
     toy = make(depth, window, kind=kind)
     keep = max(toy.geom.exact_keep(variant) - 1, toy.geom.min_keep)
     tokens = words(keep + 5)
@@ -86,7 +86,7 @@ def test_exact_keep_is_exact_and_smallest(depth, window, variant, kind):
 
 @pytest.mark.parametrize(("depth", "window", "variant"), CASES)
 def test_exact_keep_for_other_numbers_of_cached_rows(depth, window, variant):
-    """The formula's max: below `window` cached rows the last output decides, above it the oldest cached row."""
+    """The formula's max: up to `window` cached rows the last output decides, above it the oldest row."""
     toy = make(depth, window)
     for rows in (1, window - 1, window, window + 1, window + 4):
         keep = toy.geom.exact_keep(variant, rows)
@@ -121,8 +121,9 @@ def problems(draw, kind: str | None = None):
     keep = toy.geom.min_keep + draw(st.integers(0, 9))
     name = draw(lengths)
     length = {
-        "1": 1, "W-1": window - 1, "W": window, "W+1": window + 1, "K-1": keep - 1, "K": keep, "K+1": keep + 1,
-        "2W": 2 * window, "2K+3": 2 * keep + 3, "E": max(toy.geom.exact_keep(), keep), "E+1": toy.geom.exact_keep() + 1,
+        "1": 1, "W-1": window - 1, "W": window, "W+1": window + 1, "K-1": keep - 1, "K": keep,
+        "K+1": keep + 1, "2W": 2 * window, "2K+3": 2 * keep + 3,
+        "E": toy.geom.exact_keep(), "E+1": toy.geom.exact_keep() + 1,
     }[name]  # fmt: skip
     return toy, keep, words(length, draw(st.integers(0, 3))), draw(st.sampled_from(VARIANTS))
 
@@ -172,7 +173,7 @@ def test_modes_agree_on_kept_rows_and_windowed_equals_off_below(problem):
 @settings(deadline=None, max_examples=50)
 @given(problems(), st.data())
 def test_any_chunking_gives_the_same_bits(problem, data):
-    """Random cuts, one-token chunks and cuts inside the segment included; with a ring where the variant allows one."""
+    """Random cuts, one-token chunks and cuts inside the segment included; on pages and on a ring."""
     toy, keep, tokens, variant = problem
     cfg = config(
         toy, data.draw(st.sampled_from(["compact", "mask"])), keep,
@@ -193,7 +194,7 @@ def test_any_chunking_gives_the_same_bits(problem, data):
 @settings(deadline=None, max_examples=25)
 @given(problems(), st.data())
 def test_the_tail_of_every_chunk_is_at_least_as_deep(problem, data):
-    """Policy per_chunk_tail: every chunk keeps its tail, reads only rows that ran, and at exact_keep is exact."""
+    """Policy per_chunk_tail: every chunk keeps its tail, reads only rows that ran; exact at exact_keep."""
     toy, _, tokens, variant = problem
     cuts = data.draw(st.sets(st.integers(1, len(tokens))))
     keep = max(toy.geom.exact_keep(variant), toy.geom.min_keep)
@@ -248,7 +249,7 @@ def test_shared_entries_are_those_of_mode_off_and_written_once(problem, pad, dat
 @settings(deadline=None, max_examples=15)
 @given(problems("numeric"), st.integers(0, 3), st.data())
 def test_poison_never_reaches_an_output(problem, pad, data):
-    """NaN in dropped rows, padding, and every window slot below a floor; then decode, from as far back as allowed."""
+    """NaN in dropped rows, padding and slots below a floor; then decode from as far back as allowed."""
     toy, keep, tokens, variant = problem
     cuts = data.draw(st.sets(st.integers(1, len(tokens))))
     cfg = config(toy, "compact", keep, first_layer_kv=variant)
