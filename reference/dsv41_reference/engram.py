@@ -119,6 +119,25 @@ def engram_lookup(rows: torch.Tensor, values: torch.Tensor, scale: torch.Tensor,
     out.copy_(torch.where(there[..., None], read, 0.0).flatten(1))
 
 
+def gate_scores(x: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """How much each stream asks for its key: the product of both as unit vectors, weighted.
+
+    Args:
+        x, keys: [num_tokens, num_streams, hidden], weight: [num_streams, hidden].
+
+    Returns:
+        [num_tokens, num_streams, 1] in the accumulation dtype, not rounded.
+    """
+    x, keys = wide(x), wide(keys)
+    unit = torch.rsqrt(mean_square(x) + eps) * torch.rsqrt(mean_square(keys) + eps)
+    return row_sum(x * wide(weight) * keys) * unit / math.sqrt(x.shape[-1])
+
+
+def gate_value(u: torch.Tensor) -> torch.Tensor:
+    """sigmoid(copysign(sqrt(max(|u|, 1e-6)), u)): steep at zero, never 1/2 itself."""
+    return sigmoid(torch.copysign(u.abs().clamp(min=_CLAMP).sqrt(), u))
+
+
 def engram_gate(
     x: torch.Tensor,
     kv: torch.Tensor,
@@ -130,15 +149,7 @@ def engram_gate(
 ) -> None:
     """Reference of ``dsv41.ops.engram_gate``."""
     streams, hidden = x.shape[1:]
-    x_wide, kv_wide = wide(x), wide(kv).unflatten(-1, (streams + 1, hidden))
-    keys, value = kv_wide[:, :streams], kv_wide[:, streams:]
-    dot = row_sum(x_wide * (wide(q_weight) * wide(k_weight)) * keys)
-    u = (
-        dot
-        * torch.rsqrt(mean_square(x_wide) + eps)
-        * torch.rsqrt(mean_square(keys) + eps)
-        / math.sqrt(hidden)
-    )
-    gate = sigmoid(torch.copysign(u.abs().clamp(min=_CLAMP).sqrt(), u))
-    y = narrow(x_wide + gate * value, x.dtype)
+    keys, value = kv.unflatten(-1, (streams + 1, hidden)).split((streams, 1), 1)
+    gate = gate_value(gate_scores(x, keys, wide(q_weight) * wide(k_weight), eps))
+    y = narrow(wide(x) + gate * wide(value), x.dtype)
     out.copy_(y if dead is None else torch.where(dead[:, None, None], x, y))
