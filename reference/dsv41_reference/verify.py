@@ -20,9 +20,9 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product, held in int64 without passing 2**63."""
-    low, high = (a & 0xFFFF) * constant, (a >> 16) * constant
-    return ((low >> 16) + high) >> 16, (low + ((high & 0xFFFF) << 16)) & _MASK32
+    """High and low 32 bits of a 32 x 32 bit product; int64 wraps, which keeps all 64 bits of it."""
+    product = a * constant
+    return (product >> 32) & _MASK32, product & _MASK32
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -89,13 +89,6 @@ def exponential(words: Tensor) -> Tensor:
 # Token laws
 
 
-def lowest_argmax(x: Tensor) -> Tensor:
-    """Index of the largest entry of the last dimension, the lowest on ties; its size for a NaN row."""
-    size = x.shape[-1]
-    index = torch.arange(size, device=x.device)
-    return torch.where(x == x.amax(-1, keepdim=True), index, size).amin(-1)
-
-
 def allowed_tokens(bitmask: Tensor, vocab: int) -> Tensor:
     """[..., vocab] bool from [..., words] int32: token i is bit i mod 32 of word i div 32."""
     token = torch.arange(vocab, device=bitmask.device)
@@ -140,12 +133,14 @@ def token_law(
     z = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     if bitmask is not None:
         z = z.masked_fill(~allowed_tokens(bitmask, vocab), float("-inf"))
-    top = z.amax(-1, keepdim=True)
-    ok = torch.isfinite(top) & ~torch.isnan(z).any(-1, keepdim=True)
-    z = torch.where(ok, z - torch.where(ok, top, 0.0), 0.0)
+    top = z.amax(-1, keepdim=True)  # NaN when any logit is
+    ok = torch.isfinite(top)
+    z = z - torch.where(ok, top, 0.0)
     greedy = (temperature <= 0)[..., None]
-    one_hot = torch.arange(vocab, device=z.device) == lowest_argmax(z)[..., None]
-    z = z / torch.where(greedy, 1.0, temperature[..., None]).to(z.dtype)
+    first_top = torch.arange(vocab, device=z.device) == z.argmax(-1, keepdim=True)
+    z = (z / torch.where(greedy, 1.0, temperature[..., None]).to(z.dtype)).masked_fill(
+        greedy & ~first_top, float("-inf")
+    )
     if top_k is not None or top_p is not None:
         ordered = z.sort(-1, descending=True).values
         if top_k is not None:
@@ -159,13 +154,12 @@ def token_law(
             kept = (above < top_p[..., None]).sum(-1, keepdim=True).clamp(min=1)
             cut = ordered.gather(-1, kept - 1)
             z = z.masked_fill((z < cut) & (top_p < 1)[..., None], float("-inf"))
-    log_p = torch.where(greedy, torch.where(one_hot, 0.0, float("-inf")), z.log_softmax(-1))
-    return log_p.masked_fill(~ok, float("-inf")), ok[..., 0]
+    return z.log_softmax(-1).masked_fill(~ok, float("-inf")), ok[..., 0]
 
 
 def draw(log_p: Tensor, noise: Tensor) -> Tensor:
     """Sample by a race of exponentials: argmax of log p - log E, the lowest id on ties."""
-    return lowest_argmax(log_p - noise.log().to(log_p.dtype))
+    return (log_p - noise.log().to(log_p.dtype)).argmax(-1)
 
 
 # Verification rules. The exact-enumeration tests go through these same functions.

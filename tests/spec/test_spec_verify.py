@@ -5,14 +5,14 @@ import pytest
 import torch
 from dsv41_reference import verify as reference
 from scipy.stats import chi2
+from spec_toy import Toy
 from torch._subclasses.fake_tensor import FakeTensorMode
-from toy import Toy
 
 from dsv41.ops.verify import Verified, sample_tokens, verify_drafts
 from dsv41.spec import Streams, accept
 
 VOCAB = 64
-CHUNK = 20_000
+CHUNK = 10_000
 
 
 def g_test(counts: torch.Tensor, law: torch.Tensor) -> float:
@@ -36,20 +36,23 @@ def lengths_of(schedule: str, drafts: torch.Tensor, generator: torch.Generator) 
     return (before % 2 == 0).cumprod(1).sum(1)
 
 
-def first_two_tokens(toy, draws, schedule, mode, *, block=2, temperature=1.0, seed=0, bitmask=None, **law):
-    """Counts [vocab, vocab] of the first two emitted tokens; a second step follows where the first emits one."""
+def first_two_tokens(toy, draws, schedule, mode, *, own=True, block=2, temperature=1.0, bitmask=None, **law):
+    """Counts [vocab, vocab] of the first two emitted tokens; a second step follows where the first emits one.
+
+    Drafts come from the library's own streams, or (faster) from a generator.
+    """
     counts = torch.zeros(toy.vocab * toy.vocab, dtype=torch.int64)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for begin in range(0, draws, CHUNK):
         n = min(CHUNK, draws - begin)
-        streams = Streams(torch.full((n,), 11 + seed), torch.arange(begin, begin + n))
+        streams = Streams(torch.full((n,), 11), torch.arange(begin, begin + n))
         anchors, positions = torch.zeros(n, dtype=torch.int64), torch.full((n,), 5)
         pair = torch.empty(n, 2, dtype=torch.int64)
         rows, filled = torch.arange(n), torch.zeros(n, dtype=torch.int64)
         for _ in range(2):
             t = torch.full((len(rows),), temperature)
             local = streams.select(rows)
-            drafts, logits = toy.propose(local, anchors, positions, block, t, mode)
+            drafts, logits = toy.propose(local if own else generator, anchors, positions, block, t, mode)
             lengths = lengths_of(schedule, drafts, generator)
             options = {k: v.repeat(len(rows)) for k, v in law.items()}
             done = toy.step(
@@ -67,19 +70,19 @@ def first_two_tokens(toy, draws, schedule, mode, *, block=2, temperature=1.0, se
 
 
 @pytest.mark.parametrize(
-    ("mode", "schedule", "draws"),
+    ("mode", "schedule", "draws", "own"),
     [
-        ("chain", "random", 10**6),
-        ("block", "causal", 10**6),
-        ("chain", "causal", 2 * 10**5),
-        ("block", "random", 2 * 10**5),
-        ("coupled", "random", 10**5),
+        ("chain", "random", 10**6, False),
+        ("block", "random", 10**6, False),
+        ("chain", "causal", 10**5, True),
+        ("block", "causal", 10**5, True),
+        ("coupled", "random", 10**5, True),
     ],
 )
-def test_pairs_of_tokens_follow_the_target_law(mode, schedule, draws):
+def test_pairs_of_tokens_follow_the_target_law(mode, schedule, draws, own):
     toy = Toy(VOCAB, seed=4)
     law = toy.target.softmax(-1)
-    counts = first_two_tokens(toy, draws, schedule, mode)
+    counts = first_two_tokens(toy, draws, schedule, mode, own=own)
     p = g_test(counts, law[0][:, None] * law)
     print(f"{mode}, {schedule} lengths: {draws} draws at vocabulary {VOCAB}, p = {p:.3f}")
     assert counts.sum() == draws and p > 1e-3
@@ -125,23 +128,22 @@ def by_hand(logits, temperature, top_k, top_p, bitmask):
     return laws / laws.sum(-1, keepdim=True)
 
 
-def acceptance(toy, n, block, mode, draft_temperature=None):
-    """Accepted counts when every position has the same laws (row 0 of the tables) and all drafts are verified."""
+def acceptance(toy, n, block, mode):
+    """Accepted counts when every position has the laws of row 0 and all drafts are verified."""
     streams = Streams(torch.zeros(n, dtype=torch.int64), torch.arange(n))
     flat = Toy(toy.vocab, 0)
     flat.target, flat.draft = (x[:1].expand(toy.vocab, -1) for x in (toy.target, toy.draft))
     anchors, positions, t = torch.zeros(n, dtype=torch.int64), torch.full((n,), 9), torch.ones(n)
     drafts, logits = flat.propose(streams, anchors, positions, block, t, mode)
-    logits = None if draft_temperature == 0 else logits
     done = flat.step(streams, anchors, positions, drafts, logits, torch.full((n,), block), t, mode=mode)
-    return done.num_accepted, drafts
+    return done.num_accepted
 
 
 @pytest.mark.parametrize("mode", ["chain", "coupled"])
 def test_acceptance_by_position(mode):
-    toy, n, block = Toy(VOCAB, seed=6), 60_000, 3
+    toy, n, block = Toy(VOCAB, seed=6), 30_000, 3
     p, q = (x[0].double().softmax(-1) for x in (toy.target, toy.draft))
-    accepted = acceptance(toy, n, block, mode)[0]
+    accepted = acceptance(toy, n, block, mode)
     if mode == "chain":
         expected = float(torch.minimum(p, q).sum())
     else:  # shared noise: sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i)
@@ -157,7 +159,7 @@ def test_acceptance_by_position(mode):
 
 def test_block_verification_keeps_more_than_the_chain():
     toy = Toy(VOCAB, seed=6)
-    chain, block = (acceptance(toy, 60_000, 3, mode)[0].double().mean() for mode in ("chain", "block"))
+    chain, block = (acceptance(toy, 20_000, 3, mode).double().mean() for mode in ("chain", "block"))
     print(f"mean accepted of 3: chain {chain:.4f}, block {block:.4f}")
     assert block > chain + 0.01
 
@@ -285,7 +287,9 @@ def test_rows_without_a_law_are_named_and_never_give_a_token(mode, bad):
     assert int(done.tokens.max()) < 8
     streams = Streams(call.pop("seeds"), call.pop("uids"))
     arguments = [call.pop(n) for n in ("target_logits", "cu_logits", "draft_tokens")]
-    with pytest.raises(ValueError, match="accept: expected at least one finite logit.*row 0 of request beta"):
+    with pytest.raises(
+        ValueError, match=r"accept: expected at least one finite logit.*row 0 of request beta"
+    ):
         accept(*arguments, **call, streams=streams, mode=mode, names=["alpha", "beta", "gamma"])
     unread = accept(*arguments, **call, streams=streams, mode=mode, sync=False)
     assert unread.num_emitted.tolist() == done.num_emitted.tolist()

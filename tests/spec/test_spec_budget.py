@@ -23,7 +23,7 @@ from dsv41.spec import (
 
 @st.composite
 def stairs(draw, reach):
-    """A random table that reaches at least ``reach`` tokens: plain stairs, plateaus, an eager tail, a draft cost."""
+    """A random table that reaches ``reach`` tokens at least: stairs, plateaus, a tail, a draft cost."""
     sizes = sorted(draw(st.sets(st.integers(1, reach + 6), min_size=1, max_size=6)) | {reach})
     value = st.sampled_from([0.5, 1.0, 1.01, 2.0]) | st.floats(0.1, 10)
     seconds = draw(st.lists(value, min_size=len(sizes), max_size=len(sizes)))
@@ -68,9 +68,9 @@ def steps(draw, max_rows=4, max_block=3):
 
 def priced(cost: StepCost, tokens: int, requests: int) -> float:
     """The cost model said again, one size at a time."""
-    for size, seconds in zip(cost.sizes, cost.seconds, strict=True):
-        if tokens <= size:
-            break
+    fitting = [s for size, s in zip(cost.sizes, cost.seconds, strict=True) if tokens <= size]
+    if fitting:
+        seconds = fitting[0]
     else:
         assert cost.tail is not None
         at, took = cost.tail
@@ -136,8 +136,8 @@ def test_early_stop_never_beats_it_and_equals_it_on_convex_costs(step, data):
     assert rate(early, convex) == pytest.approx(rate(solve_budget(a, convex, **given), convex), rel=1e-12)
 
 
-def test_early_stop_loses_where_the_issue_says(capsys):
-    """R = S = 100 sure drafts; the first draft enters a bucket that costs 1.01 % more and holds all of them."""
+def test_early_stop_loses_on_stairs_as_published():
+    """100 sure requests; the first draft enters a bucket that costs 1.01 % more and holds them all."""
     cost = StepCost([100, 600], [1.0, 1.0101])
     a = np.ones((100, 5))
     best, early = (f(a, cost, base_tokens=100) for f in (solve_budget, solve_budget_early_stop))
@@ -148,7 +148,7 @@ def test_early_stop_loses_where_the_issue_says(capsys):
 
 
 def test_retrospective_search_counter_example_of_the_paper():
-    """Two drafts, rates 1, 0.5, 0.45 a token row: the numbers that make a search over current drafts biased."""
+    """Two drafts, rates 1, 0.5, 0.45: numbers at which a search over current drafts is biased."""
     cost = StepCost([1, 2, 3], [1.0, 1 / 0.5, 1 / 0.45])
     a_if_x1_is_a, a_otherwise = np.array([[0.8, 0.72]]), np.array([[0.8, 0.0]])
     assert solve_budget(a_if_x1_is_a, cost, base_tokens=1) == 2  # 2.52 * .45 = 1.134 > 1
@@ -339,7 +339,7 @@ def test_json_round_trip_version_and_fingerprint():
             ValueError, match=r"StepCost: expected JSON of format 'dsv41.StepCost', version 1"
         ):
             StepCost.from_json(json.dumps({**json.loads(cost.to_json()), **change}))
-    with pytest.raises(ValueError, match="cannot|read-only"):
+    with pytest.raises(ValueError, match="read-only"):
         cost.top_seconds[0] = 1
 
 

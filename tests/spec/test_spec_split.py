@@ -45,7 +45,7 @@ def bounds(case):
     return lo, hi
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=250)
 @given(splits())
 def test_split_is_the_best_of_all_feasible_lengths(case):
     lengths = split_budget(**case)

@@ -18,11 +18,15 @@ class Toy:
         self.draft = self.target + gap * torch.randn(vocab, vocab, generator=generator)
 
     def propose(self, streams, anchors, positions, block, temperature, mode="chain"):
-        """Draft tokens [num_requests, block] and the logits they were drawn from."""
+        """Drafts [num_requests, block] and their logits, drawn from ``streams`` or a torch generator."""
         tokens, logits, previous = [], [], anchors
         for k in range(block):
             logits.append(self.draft[previous])
-            previous = streams.draft(logits[-1], k, positions, temperature, mode=mode)
+            if isinstance(streams, torch.Generator):
+                law = (logits[-1] / temperature[:, None]).softmax(-1)
+                previous = law.multinomial(1, generator=streams)[:, 0]
+            else:
+                previous = streams.draft(logits[-1], k, positions, temperature, mode=mode)
             tokens.append(previous)
         return torch.stack(tokens, 1), torch.stack(logits, 1)
 
