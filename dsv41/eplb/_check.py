@@ -1,7 +1,7 @@
 """Argument checks and exact arithmetic shared by the package.
 
-Loads are turned into *integers held in float64* (below 2**53), so every sum of them is exact: the order of summation,
-SIMD width and thread count cannot change a result, and two hosts always compute the same map.
+Loads are turned into *integers held in float64* (below 2**53), so every sum of them is exact: the order of
+summation, SIMD width and thread count cannot change a result, and two hosts always compute the same map.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def as_loads(op: str, weight: ArrayLike) -> Floats:
 
 
 def as_map(op: str, name: str, value: Any, layers: int, experts: int, slots: int | None = None) -> Ints:
-    """A physical-to-logical map ``[layers, slots]`` as int64, checked: integers in range, every expert present."""
+    """A physical-to-logical map ``[layers, slots]`` as int64, checked: integers in range, every expert
+    present."""
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
     array = np.asarray(value)
@@ -76,8 +77,8 @@ def replica_counts(physical_to_logical: Ints, experts: int) -> Ints:
 def exact(loads: Floats) -> Floats:
     """Each row scaled by a power of two and rounded to integers, as large as exact sums allow.
 
-    A row's sum stays below 2**45; its largest load has ``44 - bit_length(experts)`` bits. Integer loads below that
-    are kept exactly, and ``exact(2**k * loads) == exact(loads)``.
+    A row's sum stays below 2**45; its largest load has ``44 - bit_length(experts)`` bits. Integer loads below
+    that are kept exactly, and ``exact(2**k * loads) == exact(loads)``.
     """
     bits = 44 - loads.shape[1].bit_length()
     exponent = np.frexp(loads.max(1, keepdims=True))[1]

@@ -1,7 +1,8 @@
-"""How a layer's tokens flow from experts to the ranks that hold them, levelled by pouring one expert at a time.
+"""How a layer's tokens flow from experts to the ranks that hold them, levelled by pouring one expert at a
+time.
 
-Everything is elementwise float64, sorts and running sums, so results do not depend on SIMD width or threads; layers are
-rows that never influence each other.
+Everything is elementwise float64, sorts and running sums, so results do not depend on SIMD width or threads;
+layers are rows that never influence each other.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from .maps import logical_maps
 class Flow:
     """Loads ``x`` on every slot of a map, the rank totals, and who can pour where.
 
-    Arrays have one dummy slot and one dummy rank at the end, of infinite load: padding needs no masks, since nothing
-    ever flows there. ``hosts [layers, experts, most copies]`` lists one slot per rank that holds the expert, and the
-    dummy; ``main [layers, slots]`` is the slot that stands for all copies of its expert on its rank.
+    Arrays have one dummy slot and one dummy rank at the end, of infinite load: padding needs no masks, since
+    nothing ever flows there. ``hosts [layers, experts, most copies]`` lists one slot per rank that holds the
+    expert, and the dummy; ``main [layers, slots]`` is the slot that stands for all copies of its expert on
+    its rank.
     """
 
     def __init__(self, w: Floats, p2l: Ints, ranks: int, shares: Floats | None = None) -> None:
@@ -50,7 +52,8 @@ class Flow:
         return self.load[:, : self.ranks].max(1)
 
     def _paint(self) -> Ints:
-        """A colour for every replicated expert, different from those it shares a rank with; -1 for the others.
+        """A colour for every replicated expert, different from those it shares a rank with; -1 for the
+        others.
 
         Experts of one colour touch disjoint ranks, so they can be poured in one NumPy step.
         """
@@ -64,7 +67,8 @@ class Flow:
         at, turn = n[:, None] * (self.ranks + 1) + hosts // self.size, turn[n, e]
         open_, c = np.arange(len(n)), 0
         while len(open_):
-            # A maximal set of experts that share no rank: again and again those first in line on all of their ranks.
+            # A maximal set of experts that share no rank: again and again those first in line on all of their
+            # ranks.
             taken = np.zeros(self.load.size, bool)
             left = open_
             while len(left):
@@ -85,7 +89,8 @@ class Flow:
         self._recolour(n, e)
 
     def add_host(self, n: Ints, e: Ints, slot: Ints) -> None:
-        """Slot ``slot[i]`` of layer ``n[i]`` now holds ``e[i]``, on a rank without it; the layers are distinct."""
+        """Slot ``slot[i]`` of layer ``n[i]`` now holds ``e[i]``, on a rank without it; the layers are
+        distinct."""
         if (self.width[n, e] == self.hosts.shape[2]).any():
             self.hosts = np.concatenate((self.hosts, np.full((*self.w.shape, 1), self.slots)), 2)
         self.hosts[n, e, self.width[n, e]] = slot
@@ -100,7 +105,9 @@ class Flow:
         first = hosts // self.size * self.size
         near = first[..., None] + np.arange(self.size)
         p2l = np.concatenate((self.p2l, np.zeros((len(self.p2l), self.size), np.int64)), 1)
-        near = np.where(first[..., None] < self.slots, self.colour[n[:, None, None], p2l[n[:, None, None], near]], -1)
+        near = np.where(
+            first[..., None] < self.slots, self.colour[n[:, None, None], p2l[n[:, None, None], near]], -1
+        )
         free = np.ones((len(n), int(self.colour.max(initial=-1)) + 3), bool)
         free[np.arange(len(n))[:, None], near.reshape(len(n), -1)] = False  # -1 is the last column
         free[:, -1] = False
@@ -124,7 +131,8 @@ class Flow:
                 return
 
     def _groups(self, layers: Ints) -> list[_Group]:
-        """The replicated experts of ``layers`` by colour, narrow and wide ones apart to keep padding small."""
+        """The replicated experts of ``layers`` by colour, narrow and wide ones apart to keep padding
+        small."""
         colour = self.colour[layers]
         groups = []
         for c in range(int(colour.max(initial=-1)) + 1):
@@ -142,7 +150,8 @@ class Flow:
 
 
 class _Group:
-    """Experts on disjoint ranks, poured together: ``flat``, ``at`` [width, experts] index all slots and ranks."""
+    """Experts on disjoint ranks, poured together: ``flat``, ``at`` [width, experts] index all slots and
+    ranks."""
 
     def __init__(self, n: Ints, w: Floats, flat: Ints, at: Ints) -> None:
         self.n, self.w, self.flat, self.at = n, w, np.ascontiguousarray(flat), np.ascontiguousarray(at)
@@ -153,20 +162,22 @@ class _Group:
         keep = ~steady[self.n]
         if keep.all():
             return self
-        return _Group(self.n[keep], self.w[keep], self.flat[:, keep], self.at[:, keep]) if keep.any() else None
+        return (
+            _Group(self.n[keep], self.w[keep], self.flat[:, keep], self.at[:, keep]) if keep.any() else None
+        )
 
     def pour(self, x: Floats, load: Floats, change: Floats) -> None:
-        """Spread each expert's load over its ranks to a common level; raises ``change`` to the largest step of a layer.
+        """Spread each expert's load over its ranks to a common level; raises ``change`` to the largest step
+        of a layer.
 
         The level is ``min over k of (w + the k lowest loads of others) / k``.
         """
         old = x[self.flat]
         base = load[self.at] - old
-        below = self.w
-        level = None
+        below, level = self.w, np.full(len(self.w), np.inf)
         for k, low in enumerate(_ascending(base)):
             below = below + low
-            level = below if level is None else np.minimum(level, below / (k + 1))
+            level = np.minimum(level, below / (k + 1))
         new = np.maximum(level - base, 0.0)
         x[self.flat] = new
         load[self.at] = base + new

@@ -1,8 +1,10 @@
-"""Counts, packing and local search, batched over independent rows (a row is a layer, a node of it, or one of its trials).
+"""Counts, packing and local search, batched over independent rows (a row is a layer, a node of it, or one of
+its trials).
 
 Array names: ``w [rows, experts]`` exact loads (see ``_check.exact``), ``counts [rows, experts]`` copies,
-``slots [rows, ranks, slots_per_rank]`` expert ids, ``part`` the same shape, the load ``floor(w / counts)`` of each slot.
-Every choice is the first minimum or maximum of an exact array, so ties go to the lowest index everywhere.
+``slots [rows, ranks, slots_per_rank]`` expert ids, ``part`` the same shape, the load ``floor(w / counts)`` of
+each slot. Every choice is the first minimum or maximum of an exact array, so ties go to the lowest index
+everywhere.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ import numpy as np
 
 from ._check import Bools, Floats, Ints
 
-FULL_PARTITION = 4  # try every partition of a pair of ranks up to this many slots per rank, single swaps above
+FULL_PARTITION = (
+    4  # try every partition of a pair of ranks up to this many slots per rank, single swaps above
+)
 PAIRS = 32  # pairs of ranks looked at per row and round: enough work for one NumPy call, small enough for the cache
-SLOWLY = 2  # rounds between halvings of the number of hot ranks treated at once, down to a sixteenth of all
+SLOWLY = 2  # rounds between halvings of the hot ranks treated at once, down to a sixteenth of all
 TIE = 2.0**45  # more than the exact load of any row
 
 
 @dataclass
 class Packing:
-    """Rows being packed: ``slots`` and ``part`` as above; ``tied`` is ``part`` plus ``TIE`` where kinds must match."""
+    """Rows being packed: ``slots`` and ``part`` as above; ``tied`` is ``part`` plus ``TIE`` where kinds must
+    match."""
 
     slots: Ints
     part: Floats
@@ -32,10 +37,11 @@ class Packing:
 
 
 def replicate(w: Floats, extra: int, cap: int, offset: float | Floats = 0.0) -> Ints:
-    """Give ``extra`` copies, each to the expert with the largest ``w / (count + offset)`` that has fewer than ``cap``.
+    """Give ``extra`` copies, each to the expert with the largest ``w / (count + offset)`` that has fewer than
+    ``cap``.
 
-    Offset 0 minimises the largest slice (Adams' divisor rule); larger offsets favour heavy experts. Idle experts count
-    as a vanishing load, so spare copies spread evenly instead of piling up on expert 0.
+    Offset 0 minimises the largest slice (Adams' divisor rule); larger offsets favour heavy experts. Idle
+    experts count as a vanishing load, so spare copies spread evenly instead of piling up on expert 0.
     """
     rows = np.arange(len(w))
     w = np.maximum(w, 2.0**-20)
@@ -67,7 +73,8 @@ def sorted_items(w: Floats, counts: Ints, first: Bools | None = None) -> tuple[I
 
 
 def lightest_first(expert: Ints, part: Floats, ranks: int, distinct: bool) -> tuple[Ints, Bools]:
-    """The usual greedy: each item to the lightest rank with a free slot (and, if ``distinct``, without that expert).
+    """The usual greedy: each item to the lightest rank with a free slot (and, if ``distinct``, without that
+    expert).
 
     Returns slots and, per row, whether every item found such a rank.
     """
@@ -101,10 +108,11 @@ def lightest_first(expert: Ints, part: Floats, ranks: int, distinct: bool) -> tu
 
 
 def deal(expert: Ints, part: Floats, ranks: int) -> Ints:
-    """Deal the items in rounds, one per rank and round: the heaviest left to the lightest rank. Returns slots.
+    """Deal the items in rounds, one per rank and round: the heaviest left to the lightest rank. Returns
+    slots.
 
-    Never puts an expert twice on a rank when no expert has more than ``ranks`` copies: only an expert that straddles
-    two rounds could, and its remaining copies are offered to the ranks without it first.
+    Never puts an expert twice on a rank when no expert has more than ``ranks`` copies: only an expert that
+    straddles two rounds could, and its remaining copies are offered to the ranks without it first.
     """
     rows, items = expert.shape
     size = items // ranks
@@ -129,14 +137,17 @@ def deal(expert: Ints, part: Floats, ranks: int) -> Ints:
 
 @functools.cache
 def _exchanges(size: int) -> tuple[Ints, Floats | None]:
-    """Ways to share the ``2 * size`` slots of two ranks anew: ``[ways, 2 * size]`` indices, the first half for one rank.
+    """Ways to share the ``2 * size`` slots of two ranks anew: ``[ways, 2 * size]`` indices, the first half
+    for one rank.
 
     Every partition for small ranks (slot 0 stays put: the ranks are interchangeable), with a 0/1 matrix
     ``[2 * size, ways]`` that sums the first half; every single swap, row-major, for larger ranks.
     """
     both = range(2 * size)
     if size <= FULL_PARTITION:
-        ways = [(0, *rest, *sorted(set(both) - {0, *rest})) for rest in itertools.combinations(both[1:], size - 1)]
+        ways = [
+            (0, *rest, *sorted(set(both) - {0, *rest})) for rest in itertools.combinations(both[1:], size - 1)
+        ]
         table = np.array(ways, np.int64)
         return table, (table[:, :size, None] == np.arange(2 * size)).any(1).T.astype(np.float64)
     table = np.tile(np.arange(2 * size), (size * size, 1))
@@ -154,8 +165,9 @@ def _repeats(slots: Ints) -> Bools:
 def _round(pack: Packing, act: Ints, width: int, partners: int, turn: int, tries: int) -> Bools:
     """One round of exchanges: each of the ``width`` hottest ranks with the best of its own ``partners``.
 
-    Hot ranks and all their partners are disjoint, so every exchange of the round stands. Returns which rows of ``act``
-    changed. A hot rank whose best ``tries`` exchanges would all put an expert twice on a rank is left alone.
+    Hot ranks and all their partners are disjoint, so every exchange of the round stands. Returns which rows
+    of ``act`` changed. A hot rank whose best ``tries`` exchanges would all put an expert twice on a rank is
+    left alone.
     """
     load = pack.part[act].sum(-1)
     count, ranks, size = pack.slots[act].shape
@@ -170,8 +182,8 @@ def _round(pack: Packing, act: Ints, width: int, partners: int, turn: int, tries
     value[..., :size] = tied[n, hot][:, :, None]
     value[..., size:] = tied[n[..., None], cold]
     table, sums = _exchanges(size)
-    # ``tied`` adds a huge constant to replicated experts of degree-balanced rows, so that only exchanges that keep
-    # their number on the rank can come near the wanted sum.
+    # ``tied`` adds a huge constant to replicated experts of degree-balanced rows, so that only exchanges that
+    # keep their number on the rank can come near the wanted sum.
     if sums is not None:
         peak = (value.reshape(-1, 2 * size) @ sums).reshape(*cold.shape, -1)
         peak -= (value[..., :size].sum(-1) - (top - low) / 2)[..., None]
@@ -184,7 +196,7 @@ def _round(pack: Packing, act: Ints, width: int, partners: int, turn: int, tries
     ways = peak.shape[-1]
     peak = peak.reshape(count, width, -1)
     h = np.arange(width)
-    for attempt in range(tries):
+    for _ in range(tries):
         best = peak.argmin(-1)
         other = cold[n, h, best // ways]
         good = peak[n, h, best] < top[..., 0]
@@ -207,9 +219,11 @@ def _round(pack: Packing, act: Ints, width: int, partners: int, turn: int, tries
 
 
 def exchange_search(pack: Packing, goal: Floats, limit: int, early: int = 0, hope: float = 0.0) -> None:
-    """Exchange slots in place until a row's hottest rank is at or below ``goal [rows]`` or no exchange lowers it.
+    """Exchange slots in place until a row's hottest rank is at or below ``goal [rows]`` or no exchange lowers
+    it.
 
-    The largest load of a row never rises. With ``early``, a row still above ``hope * goal`` after so many rounds stops.
+    The largest load of a row never rises. With ``early``, a row still above ``hope * goal`` after so many
+    rounds stops.
     """
     act = np.nonzero(pack.part.sum(-1).max(1) > goal)[0]
     ranks = pack.slots.shape[1]

@@ -10,17 +10,20 @@ from ._check import Ints
 def align(new: Ints, old: Ints, experts: int) -> Ints:
     """Which rank of ``new`` should become rank ``g``, to keep many experts in place: [rows, ranks] int64.
 
-    The largest overlap first, then pairwise exchanges until none helps: a few per cent short of an exact assignment.
+    The largest overlap first, then pairwise exchanges until none helps: a few per cent short of an exact
+        assignment.
 
     Args:
         new, old: [rows, ranks, slots] expert ids.
         experts: ids are below this.
     """
-    rows, ranks, size = new.shape
+    rows, ranks, _ = new.shape
     hot = np.zeros((2, rows, ranks, experts), np.float32)
     for which, slots in enumerate((old, new)):
         np.put_along_axis(hot[which], slots, 1.0, 2)
-    overlap = hot[0] @ hot[1].transpose(0, 2, 1)  # [rows, old rank, new rank]: small integers, exact in any order
+    overlap = hot[0] @ hot[1].transpose(
+        0, 2, 1
+    )  # [rows, old rank, new rank]: small integers, exact in any order
     n = np.arange(rows)
     choice = np.empty((rows, ranks), np.int64)
     free = overlap.copy()

@@ -18,9 +18,9 @@ def dispatch(ids: ArrayLike, table: NDArray[np.integer], source: int, step: int 
         mix(a, b, c):  x = a * 0x9E3779B1 + b * 0x85EBCA77 + c * 0xC2B2AE3D
                        x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16
 
-    All of ``mix`` is uint32 with wrap-around. The hash starts every source and expert elsewhere in the table: sources
-    that all started at entry 0 would send their first token of a step to the same copies. A new ``step`` starts
-    elsewhere again, so that over many steps each copy gets its share from each source.
+    All of ``mix`` is uint32 with wrap-around. The hash starts every source and expert elsewhere in the table:
+    sources that all started at entry 0 would send their first token of a step to the same copies. A new
+    ``step`` starts elsewhere again, so that over many steps each copy gets its share from each source.
 
     Args:
         ids: [tokens, top_k] integers, logical experts; below 0 means none (padding).
@@ -29,7 +29,8 @@ def dispatch(ids: ArrayLike, table: NDArray[np.integer], source: int, step: int 
         step: step number, >= 0; or always 0.
 
     Returns:
-        [tokens, top_k] int32; -1 where ``ids`` is below 0. A pair is never dropped, and its slot holds its expert.
+        [tokens, top_k] int32; -1 where ``ids`` is below 0. A pair is never dropped, and its slot holds its
+        expert.
 
     Contract: integer arithmetic only; a kernel that numbers pairs in row-major order repeats it bit for bit.
     """

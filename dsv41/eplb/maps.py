@@ -40,16 +40,19 @@ def logical_maps(physical_to_logical: Ints, num_experts: int) -> tuple[Ints, Int
 def rank_loads(
     weight: ArrayLike, physical_to_logical: Ints, num_gpus: int, shares: Floats | None = None
 ) -> Floats:
-    """Load of each rank: ``sum over its slots of weight[expert] * share``, the share being ``1 / count`` by default.
+    """Load of each rank: ``sum over its slots of weight[expert] * share``, the share being ``1 / count`` by
+    default.
 
     Args:
         weight: [layers, experts] loads, finite, >= 0.
         physical_to_logical: [layers, slots] integers.
         num_gpus: ranks; divides ``slots``.
-        shares: [layers, slots] float64, the part of its expert's load that each slot takes, or None for equal parts.
+        shares: [layers, slots] float64, the part of its expert's load that each slot takes, or None for equal
+            parts.
 
     Returns:
-        [layers, num_gpus] float64, in the unit of ``weight``. Added slot by slot in order: the same bits everywhere.
+        [layers, num_gpus] float64, in the unit of ``weight``. Added slot by slot in order: the same bits
+        everywhere.
     """
     op = "rank_loads"
     loads = as_loads(op, weight)
@@ -80,8 +83,8 @@ def imbalance(
 ) -> Floats:
     """Largest rank load over mean rank load of each layer, [layers] float64; arguments as ``rank_loads``.
 
-    1.0 is perfect balance, and an idle layer counts as balanced. A step waits for the slowest rank in every layer, so
-    average this over layers; never add layers up first.
+    1.0 is perfect balance, and an idle layer counts as balanced. A step waits for the slowest rank in every
+    layer, so average this over layers; never add layers up first.
     """
     return peak_over_mean(rank_loads(weight, physical_to_logical, num_gpus, shares))
 
@@ -94,11 +97,29 @@ def duplicates(physical_to_logical: Ints, num_gpus: int) -> Ints:
     return (by[..., 1:] == by[..., :-1]).sum((1, 2), dtype=np.int64)
 
 
+def count_transfers(old: ArrayLike, new: ArrayLike, num_gpus: int) -> Ints:
+    """Experts a rank must receive to go from one map to another, per layer: [layers] int64.
+
+    A copy that only changes its slot within a rank costs nothing, and further copies on one rank count once.
+    """
+    op = "count_transfers"
+    was, now = np.asarray(old), np.asarray(new)
+    check(was.shape == now.shape and was.ndim == 2, op, f"new: {list(was.shape)}", list(now.shape))
+    size = check_ranks(op, was.shape[1], num_gpus)
+    was = was.reshape(len(was), num_gpus, size)
+    now = np.sort(now.reshape(was.shape), -1)
+    first = np.ones(now.shape, bool)
+    first[..., 1:] = now[..., 1:] != now[..., :-1]
+    arrives = np.stack([(was != now[..., i : i + 1]).all(-1) for i in range(size)], -1)
+    return (arrives & first).sum((1, 2), dtype=np.int64)
+
+
 def lower_bound(weight: ArrayLike, num_replicas: int, num_gpus: int, distinct: bool = True) -> Floats:
     """A bound below which no map with equal splits can bring ``imbalance``: [layers] float64.
 
-    The largest of 1; the smallest possible largest slice (Adams' divisor rule, at most ``num_gpus`` copies when
-    ``distinct``) over the mean; and, without spare slots, the heaviest expert with the lightest ones that must join it.
+    The largest of 1; the smallest possible largest slice (Adams' divisor rule, at most ``num_gpus`` copies
+    when ``distinct``) over the mean; and, without spare slots, the heaviest expert with the lightest ones
+    that must join it.
 
     Args:
         weight: [layers, experts] loads, finite, >= 0.

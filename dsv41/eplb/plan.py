@@ -14,8 +14,9 @@ from .repair import repair
 
 OP = "rebalance_experts"
 
-# Divisor offsets of the count rule, tried in this order on the rows that are still above their goal. Below 0 they favour
-# experts with one copy, which leaves pieces that pack where the minimax slices nearly fill a rank (steep Zipf loads).
+# Divisor offsets of the count rule, tried in this order on the rows that are still above their goal. Below 0
+# they favour experts with one copy, which leaves pieces that pack where the minimax slices nearly fill a rank
+# (steep Zipf loads).
 OFFSETS = (0.0, -0.3, -0.45, -0.2)
 ROUNDS = 96  # rounds of one trial
 EARLY = 6  # rounds after which a trial must be below HOPE times its goal
@@ -40,10 +41,12 @@ def rebalance_experts(
 ) -> tuple[Ints, Ints, Ints]:
     """Place ``num_replicas`` copies of the experts on ``num_gpus`` ranks so that rank loads are even.
 
-        load[g] = sum over slots p of rank g of weight[expert(p)] / count[expert(p)],   minimise max(load) / mean(load)
+        load[g] = sum over slots p of rank g of weight[expert(p)] / count[expert(p)],   minimise max(load) /
+        mean(load)
 
     Same arguments, shapes and types as ``rebalance_experts`` of DeepSeek's EPLB. When ``num_nodes`` divides
-    ``num_groups`` (both above 1), every group of experts stays on one node; otherwise both are ignored, as there.
+    ``num_groups`` (both above 1), every group of experts stays on one node; otherwise both are ignored, as
+    there.
 
     Args:
         weight: [layers, experts] loads, finite, >= 0; layers are independent.
@@ -51,27 +54,30 @@ def rebalance_experts(
         num_groups: expert groups; divides experts.
         num_nodes: nodes; divides ``num_gpus``.
         num_gpus: ranks.
-        previous: [layers, num_replicas] the current map, or None. The plan is then given the rank and slot numbers that
-            keep as many experts in place as a pairwise search finds.
-        target: stop at this multiple of the lower bound. Below about 1.005 the next window's noise hides the difference.
+        previous: [layers, num_replicas] the current map, or None. The plan is then given the rank and slot
+            numbers that keep as many experts in place as a pairwise search finds.
+        target: stop at this multiple of the lower bound. Below about 1.005 the next window's noise hides the
+            difference.
         distinct: never put an expert twice on a rank (a second copy there is a wasted slot).
-        degree_balanced: prefer maps in which all ranks hold equally many copies of replicated experts, so that a later
-            ``water_fill`` finds room; given up for a layer where it costs more than 0.1 %, or the greedy does better.
-        budget: with ``previous``: no new plan, only the best repair with at most this many transfers per layer.
+        degree_balanced: prefer maps in which all ranks hold equally many copies of replicated experts, so
+            that a later ``water_fill`` finds room; given up for a layer where it costs more than 0.1 %, or
+            the greedy does better.
+        budget: with ``previous``: no new plan, only the best repair with at most this many transfers per
+            layer.
 
     Returns:
-        ``physical_to_logical`` [layers, num_replicas], ``logical_to_physical`` [layers, experts, max count] padded with
-        -1, ``counts`` [layers, experts]; all int64.
+        ``physical_to_logical`` [layers, num_replicas], ``logical_to_physical`` [layers, experts, max count]
+        padded with -1, ``counts`` [layers, experts]; all int64.
 
     Raises:
-        ValueError: naming the numbers, for loads or shapes that have no plan; among them ``distinct`` with more slots
-            than ``experts * num_gpus`` (of a node).
+        ValueError: naming the numbers, for loads or shapes that have no plan; among them ``distinct`` with
+            more slots than ``experts * num_gpus`` (of a node).
 
-    Contract: exact arithmetic and total orders only, so the bytes depend on the arguments alone; scaling ``weight`` by a
-    power of two, or planning a layer by itself, changes nothing. Without ``budget``, never above the plain greedy
-    (heaviest first, lightest rank) under the same constraints; where the greedy would put an expert twice on a rank and
-    ``distinct`` forbids it, the greedy of distinct experts stands in. ``num_replicas - experts + slots`` NumPy
-    steps plus a bounded search: off the serving thread.
+    Contract: exact arithmetic and total orders only, so the bytes depend on the arguments alone; scaling
+    ``weight`` by a power of two, or planning a layer by itself, changes nothing. Without ``budget``, never
+    above the plain greedy (heaviest first, lightest rank) under the same constraints; where the greedy would
+    put an expert twice on a rank and ``distinct`` forbids it, the greedy of distinct experts stands in.
+    ``num_replicas - experts + slots`` NumPy steps plus a bounded search: off the serving thread.
 
     Source: greedy and interface, DeepSeek EPLB; divisor rules, Balinski and Young.
     """
@@ -80,7 +86,12 @@ def rebalance_experts(
     check(target >= 1, OP, "target >= 1", target)
     check(num_replicas >= experts, OP, f"num_replicas >= {experts} experts", num_replicas)
     check_ranks(OP, num_replicas, num_gpus)
-    check(num_groups >= 1 and experts % num_groups == 0, OP, f"num_groups to divide {experts} experts", num_groups)
+    check(
+        num_groups >= 1 and experts % num_groups == 0,
+        OP,
+        f"num_groups to divide {experts} experts",
+        num_groups,
+    )
     check(num_nodes >= 1 and num_gpus % num_nodes == 0, OP, f"num_nodes to divide {num_gpus} GPUs", num_nodes)
     nodes = num_nodes if num_groups % num_nodes == 0 else 1
     groups = num_groups if nodes > 1 else 1
@@ -90,11 +101,18 @@ def rebalance_experts(
         f"at most {experts // nodes * num_gpus} slots for distinct experts on {num_gpus} ranks (see distinct)",
         num_replicas,
     )
-    old = None if previous is None else as_map(OP, "previous", previous, *loads.shape, num_replicas)
-    check(budget is None or (old is not None and budget >= 0), OP, "budget >= 0 together with previous", budget)
+    layers = len(loads)
+    old = None if previous is None else as_map(OP, "previous", previous, layers, experts, num_replicas)
+    check(
+        budget is None or (old is not None and budget >= 0), OP, "budget >= 0 together with previous", budget
+    )
     if old is not None and budget is not None:
-        check(nodes == 1, OP, "no node groups together with budget", f"{num_groups} groups on {num_nodes} nodes")
-        p2l = repair(loads, old, num_gpus, target=target, budget=budget, distinct=distinct).physical_to_logical
+        check(
+            nodes == 1, OP, "no node groups together with budget", f"{num_groups} groups on {num_nodes} nodes"
+        )
+        p2l = repair(
+            loads, old, num_gpus, target=target, budget=budget, distinct=distinct
+        ).physical_to_logical
     else:
         shape = (nodes, groups, num_gpus, num_replicas)
         slots = _plan(loads, shape, target, distinct, degree_balanced)
@@ -104,8 +122,27 @@ def rebalance_experts(
     return p2l, *logical_maps(p2l, experts)
 
 
-def _plan(loads: Floats, shape: tuple[int, int, int, int], target: float, distinct: bool, degree: bool) -> Ints:
-    """Slots [layers, num_gpus, slots per rank]; with several nodes, the better of two ways to spread the groups."""
+def greedy_map(weight: ArrayLike, num_replicas: int, num_gpus: int, distinct: bool = False) -> Ints:
+    """The plain greedy, for comparison: copies to the largest slice, then heaviest first to the lightest
+    rank.
+
+    Ties go to the lower expert and rank. Arguments as ``rebalance_experts``; returns [layers, num_replicas]
+    int64.
+    """
+    op = "greedy_map"
+    w = exact(as_loads(op, weight))
+    check(num_replicas >= w.shape[1], op, f"num_replicas >= {w.shape[1]} experts", num_replicas)
+    check_ranks(op, num_replicas, num_gpus)
+    counts = _place.replicate(w, num_replicas - w.shape[1], num_gpus if distinct else num_replicas)
+    slots, _ = _place.lightest_first(*_place.sorted_items(w, counts), num_gpus, distinct)
+    return slots.reshape(len(w), num_replicas)
+
+
+def _plan(
+    loads: Floats, shape: tuple[int, int, int, int], target: float, distinct: bool, degree: bool
+) -> Ints:
+    """Slots [layers, num_gpus, slots per rank]; with several nodes, the better of two ways to spread the
+    groups."""
     nodes, groups, ranks, replicas = shape
     layers, experts = loads.shape
     w = exact(loads)
@@ -118,7 +155,9 @@ def _plan(loads: Floats, shape: tuple[int, int, int, int], target: float, distin
         local = w[np.repeat(np.arange(layers), nodes)[:, None], ids]
         slots = _solve(local, replicas // nodes, ranks // nodes, target, distinct, degree)
         part = np.take_along_axis(
-            local / replica_counts(slots.reshape(len(slots), -1), local.shape[1]), slots.reshape(len(slots), -1), 1
+            local / replica_counts(slots.reshape(len(slots), -1), local.shape[1]),
+            slots.reshape(len(slots), -1),
+            1,
         )
         slots = np.take_along_axis(ids, slots.reshape(len(slots), -1), 1).reshape(layers, ranks, -1)
         here = np.floor(part).reshape(slots.shape).sum(-1).max(1)
@@ -131,17 +170,19 @@ def _plan(loads: Floats, shape: tuple[int, int, int, int], target: float, distin
 
 
 def _group_nodes(group_loads: Floats, nodes: int) -> list[Ints]:
-    """Two assignments of groups to nodes, [layers, nodes, groups per node]: the greedy one, and that improved."""
+    """Two assignments of groups to nodes, [layers, nodes, groups per node]: the greedy one, and that
+    improved."""
     layers = len(group_loads)
     ones = np.ones(group_loads.shape, np.int64)
     greedy, _ = _place.lightest_first(*_place.sorted_items(group_loads, ones), nodes, False)
-    pack = _packing(group_loads, ones, greedy.copy(), False, None)
+    pack = _packing(group_loads, ones, greedy.copy(), False)
     _place.exchange_search(pack, np.full(layers, 0.0), ROUNDS)
     return [greedy, pack.slots]
 
 
 def _packing(w: Floats, counts: Ints, slots: Ints, distinct: bool, fair: bool = False) -> _place.Packing:
-    """The rows ready for the search; ``fair`` keeps the number of replicated experts' copies on every rank."""
+    """The rows ready for the search; ``fair`` keeps the number of replicated experts' copies on every
+    rank."""
     flat = slots.reshape(len(slots), -1)
     part = np.take_along_axis(np.floor(w / counts), flat, 1).reshape(slots.shape)
     tied = part.copy()
@@ -176,7 +217,8 @@ class _Rows:
 
 
 def _solve(w: Floats, replicas: int, ranks: int, target: float, distinct: bool, degree: bool) -> Ints:
-    """Slots [rows, ranks, slots per rank] for exact loads ``w`` [rows, experts]; rows do not influence each other."""
+    """Slots [rows, ranks, slots per rank] for exact loads ``w`` [rows, experts]; rows do not influence each
+    other."""
     extra = replicas - w.shape[1]
     cap = ranks if distinct else replicas
     counts = _place.replicate(w, extra, cap)
@@ -204,7 +246,8 @@ def _solve(w: Floats, replicas: int, ranks: int, target: float, distinct: bool, 
 
 
 def _search_free(best: _Rows, left: Ints, counts: Ints, extra: int, cap: int, ranks: int) -> None:
-    """Bring the rows ``left`` to their goal: from the greedy, then from other counts, then from random restarts."""
+    """Bring the rows ``left`` to their goal: from the greedy, then from other counts, then from random
+    restarts."""
     for offset in OFFSETS if extra else OFFSETS[:1]:
         left = left[best.peak[left] > best.goal[left]]
         if not len(left):
@@ -217,7 +260,7 @@ def _search_free(best: _Rows, left: Ints, counts: Ints, extra: int, cap: int, ra
     left = left[best.peak[left] > best.goal[left]]
     if len(left):
         best.search(left, best.counts[left], best.slots[left], early=0)
-    trials = min(SMALL // best.slots[0].size**2, 64)
+    trials = min(SMALL // best.slots[0].size ** 2, 64)
     for turn in range(GENERATIONS if trials else 0):
         left = left[best.peak[left] > best.goal[left]]
         if not len(left):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,16 +17,17 @@ from .split import flow_shares, water_fill
 
 SETTLE = 6  # sweeps after each trial move
 TRIES = 12  # moves in a row that may fail to help before a layer is left as it is
-SPILL = 1.0  # weight of flow that the leaving copy's other ranks have no room for
-WAY = (0.75, 1.0, 0.5)  # how far from mean to peak a rank may be filled, by failed tries in a row
+SPILL = 1.5  # weight of flow that the leaving copy's other ranks have no room for
+WAY = (0.9, 0.6)  # how far from mean to peak a rank may be filled, by failed tries in a row
 GAIN = 1e-4  # a move must lower the peak by this many mean rank loads
 
 
 class Move(NamedTuple):
-    """Copy all tensors of ``expert`` from rank ``src_rank`` over slot ``dst_slot``, which lies on rank ``dst_rank``.
+    """Copy all tensors of ``expert`` from rank ``src_rank`` over slot ``dst_slot``, which lies on rank
+    ``dst_rank``.
 
-    ``src_slot`` holds the expert in the old map and still does when the move's turn comes; the expert that leaves
-    ``dst_slot`` has another copy at that time, in a slot of the old map.
+    ``src_slot`` holds the expert in the old map and still does when the move's turn comes; the expert that
+    leaves ``dst_slot`` has another copy at that time, in a slot of the old map.
     """
 
     layer: int
@@ -39,9 +40,11 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Repair:
-    """Outcome of ``repair``: the new map and shares, both [layers, slots], the moves that lead there, and imbalances.
+    """Outcome of ``repair``: the new map and shares, both [layers, slots], the moves that lead there, and
+    imbalances.
 
-    ``before`` and ``after`` [layers] are water-filled; ``gains[i]`` is what move ``i`` takes off its layer's imbalance.
+    ``before`` and ``after`` [layers] are water-filled; ``gains[i]`` is what move ``i`` takes off its layer's
+    imbalance.
     """
 
     physical_to_logical: Ints
@@ -52,7 +55,8 @@ class Repair:
     after: Floats
 
     def batches(self) -> Iterator[list[Move]]:
-        """The moves in batches in which no rank sends twice or receives twice, each move in the earliest it can join.
+        """The moves in batches in which no rank sends twice or receives twice, each move in the earliest it
+        can join.
 
         Moves of one batch may run at once: their sources are read before any is overwritten.
         """
@@ -72,17 +76,18 @@ def repair(
 ) -> Repair:
     """Lower the water-filled imbalance of a map to ``target`` with few transfers.
 
-    One move gives an expert of the hottest rank a slot on a colder one, in place of an expert that has another copy.
-    The move with the largest estimate of what it can take off the peak is tried, the split is levelled again, and the
-    move stays if the peak fell. So after every move each expert is still present, and no layer ever gets worse.
+    One move gives an expert of the hottest rank a slot on a colder one, in place of an expert that has
+    another copy. The move with the largest estimate of what it can take off the peak is tried, the split is
+    levelled again, and the move stays if the peak fell. So after every move each expert is still present, and
+    no layer ever gets worse.
 
     Args:
         weight: [layers, experts] loads, finite, >= 0.
         previous: [layers, slots] integers, the current map.
         num_gpus: ranks; divides ``slots``.
         target: leave a layer alone once its largest rank load is at most this multiple of the mean.
-        budget: at most this many transfers in all, None for no limit. The best ones come first, so the list for a small
-            budget is a prefix of that for a large one.
+        budget: at most this many transfers in all, None for no limit. The best ones come first, so the list
+            for a small budget is a prefix of that for a large one.
         per_rank: at most this many transfers into one rank of a layer, None for no limit.
         distinct: never create a second copy of an expert on a rank.
         num_nodes: sources on the node of the destination are preferred; divides ``num_gpus``.
@@ -105,17 +110,23 @@ def repair(
     search.run(target)
     order = _best_first(search.steps)
     kept = order if budget is None else order[:budget]
+    moves = _with_sources(old, kept, num_gpus, num_nodes)
     if len(kept) < len(order):
-        p2l = old.copy()
-        for layer, _, expert, slot in kept:
-            p2l[layer, slot] = expert
+        p2l = apply_moves(old, moves)
         shares = water_fill(loads, p2l, num_gpus)
     else:
         p2l, shares = search.flow.p2l, flow_shares(search.flow)
-    moves = _with_sources(old, kept, num_gpus, num_nodes)
     flow = Flow(loads, p2l, num_gpus, shares)
     after = np.minimum(before, peak_over_mean(flow.load[:, :num_gpus]))
     return Repair(p2l, shares, moves, [step[1] for step in kept], before, after)
+
+
+def apply_moves(physical_to_logical: ArrayLike, moves: Iterable[Move]) -> Ints:
+    """The map after ``moves``: [layers, slots] int64, a new array."""
+    p2l = np.array(physical_to_logical, np.int64)
+    for move in moves:
+        p2l[move.layer, move.dst_slot] = move.expert
+    return p2l
 
 
 Step = tuple[int, float, int, int]  # layer, gain, expert, destination slot
@@ -140,8 +151,8 @@ class _Search:
         fails = np.zeros(len(flow.w), np.int64)
         barred = np.zeros(flow.p2l.shape, bool)
         while len(act):
-            expert, slot, hopeful = self._propose(act, barred, fails[act])
-            act, expert, slot = act[hopeful], expert[hopeful], slot[hopeful]
+            expert, slot, some = self._propose(act, barred, fails[act])
+            act, expert, slot = act[some], expert[some], slot[some]
             if not len(act):
                 return
             peak = flow.peak()[act]
@@ -163,10 +174,11 @@ class _Search:
             act = act[(flow.peak()[act] > target * flow.mean[act]) & (fails[act] < TRIES)]
 
     def _propose(self, act: Ints, barred: Bools, fails: Ints) -> tuple[Ints, Ints, Bools]:
-        """The most promising (expert, slot) of each layer, and whether it promises anything.
+        """The most promising (expert, slot) of each layer, and whether there is one.
 
-        What a new copy of ``e`` on rank ``g`` could carry: no more than ``e`` puts on ranks above the mean, no more than
-        the room on ``g`` once the leaving expert's flow is gone; less what its other ranks cannot take up.
+        What a new copy of ``e`` on rank ``g`` could carry: no more than ``e`` puts on ranks above the mean,
+        no more than the room on ``g`` once the leaving expert's flow is gone; less what its other ranks
+        cannot take up.
         """
         flow, n = self.flow, np.arange(len(act))[:, None]
         load = flow.load[act]
@@ -187,18 +199,24 @@ class _Search:
         lost = np.maximum(x[:, :-1] - (total[n, p2l] - spare[:, rank]), 0.0)
         space = (mean - load[:, :-1])[:, rank] + x[:, :-1]
         score = np.minimum(above[:, :, None], space[:, None]) - SPILL * lost[:, None]
-        open_slot = ~(self.fresh[act] | barred[act]) & (self.fixed[act[:, None], p2l] > 1) & (self.room[act] > 0)[:, rank]
+        open_slot = (
+            ~(self.fresh[act] | barred[act])
+            & (self.fixed[act[:, None], p2l] > 1)
+            & (self.room[act] > 0)[:, rank]
+        )
         open_slot &= rank != hot[:, None]
         score[np.broadcast_to(~open_slot[:, None], score.shape)] = -np.inf
         if self.distinct:
-            score[(p2l.reshape(len(act), 1, self.ranks, size) == expert[:, :, None, None]).any(-1).repeat(size, -1)] = (
-                -np.inf
-            )
+            score[
+                (p2l.reshape(len(act), 1, self.ranks, size) == expert[:, :, None, None])
+                .any(-1)
+                .repeat(size, -1)
+            ] = -np.inf
         else:
             score[p2l[:, None] == expert[:, :, None]] = -np.inf
         best = score.reshape(len(act), -1).argmax(1)
         which, slot = np.divmod(best, slots)
-        return expert[n[:, 0], which], slot, score.reshape(len(act), -1)[n[:, 0], best] > GAIN * mean[:, 0]
+        return expert[n[:, 0], which], slot, np.isfinite(score.reshape(len(act), -1)[n[:, 0], best])
 
     def _replace(self, n: Ints, e: Ints, slot: Ints) -> None:
         """Put expert ``e`` into ``slot`` of each layer; the flow that was there moves to its other copies."""
@@ -220,7 +238,9 @@ class _Search:
 
     def _save(self, n: Ints) -> tuple[np.ndarray, ...]:
         flow = self.flow
-        return tuple(a[n] for a in (flow.x, flow.load, flow.p2l, flow.counts, flow.hosts, flow.width, flow.colour))
+        return tuple(
+            a[n] for a in (flow.x, flow.load, flow.p2l, flow.counts, flow.hosts, flow.width, flow.colour)
+        )
 
     def _restore(self, n: Ints, saved: tuple[np.ndarray, ...], pick: Bools) -> None:
         flow = self.flow
@@ -234,7 +254,8 @@ class _Search:
 
 
 def _best_first(steps: list[list[Step]]) -> list[Step]:
-    """All steps, each layer's in its own order, always the one with the largest gain next; ties to the lower layer."""
+    """All steps, each layer's in its own order, always the one with the largest gain next; ties to the lower
+    layer."""
     heap = [(-own[0][1], layer, 0) for layer, own in enumerate(steps) if own]
     heapq.heapify(heap)
     order = []
@@ -247,7 +268,8 @@ def _best_first(steps: list[list[Step]]) -> list[Step]:
 
 
 def _with_sources(old: Ints, steps: list[Step], ranks: int, nodes: int) -> list[Move]:
-    """Pick each step's source: a slot of the old map that is still intact, same node first, then the fewest sends."""
+    """Pick each step's source: a slot of the old map that is still intact, same node first, then the fewest
+    sends."""
     size, per_node = old.shape[1] // ranks, ranks // nodes
     intact = {layer: old[layer].copy() for layer in {step[0] for step in steps}}
     sends = np.zeros(ranks, np.int64)
@@ -264,9 +286,11 @@ def _with_sources(old: Ints, steps: list[Step], ranks: int, nodes: int) -> list[
 
 
 def batches(moves: list[Move]) -> Iterator[list[Move]]:
-    """Moves in batches whose senders are distinct and whose receivers are distinct; the order of a layer is kept.
+    """Moves in batches whose senders are distinct and whose receivers are distinct; the order of a layer is
+    kept.
 
-    A move waits for every earlier move of its layer that shares a slot with it, which keeps all prefixes valid.
+    A move waits for every earlier move of its layer that shares a slot with it, which keeps all prefixes
+    valid.
     """
     ready: list[list[Move]] = []
     busy: list[tuple[set[int], set[int]]] = []

@@ -23,10 +23,12 @@ def water_fill(
 ) -> Floats:
     """The share of its expert's load that each slot should take, to level the ranks of a fixed map.
 
-        minimise sum over ranks g of load[g]**2,   load[g] = sum over slots p of g of weight[expert(p)] * share[p]
+        minimise sum over ranks g of load[g]**2,   load[g] = sum over slots p of g of weight[expert(p)] *
+        share[p]
 
-    By block descent: each replicated expert in turn is poured over its ranks to a common level. Squares rather than the
-    maximum, because a min-max vertex loads many ranks to the brim, where the noise of a step spills over.
+    By block descent: each replicated expert in turn is poured over its ranks to a common level. Squares
+    rather than the maximum, because a min-max vertex loads many ranks to the brim, where the noise of a step
+    spills over.
 
     Args:
         weight: [layers, experts] loads, finite, >= 0.
@@ -34,13 +36,15 @@ def water_fill(
         num_gpus: ranks; divides ``slots``.
         start: [layers, slots] shares to start from, such as the previous result; None for equal shares.
         sweeps: at most this many passes over the experts.
-        tolerance: a layer stops once no slot changed by this many mean rank loads in a sweep; 0 for all sweeps.
+        tolerance: a layer stops once no slot changed by this many mean rank loads in a sweep; 0 for all
+            sweeps.
 
     Returns:
-        [layers, slots] float64, >= 0, adding up to 1 over the copies of each expert. An idle expert, and an expert's
-        copies on one rank, share equally.
+        [layers, slots] float64, >= 0, adding up to 1 over the copies of each expert. An idle expert, and an
+        expert's copies on one rank, share equally.
 
-    Contract: the largest rank load never exceeds that of ``start`` (rounding aside). Deterministic; layers independent.
+    Contract: the largest rank load never exceeds that of ``start`` (rounding aside). Deterministic; layers
+    independent.
     """
     op = "water_fill"
     loads = as_loads(op, weight)
@@ -78,10 +82,11 @@ def equal_shares(physical_to_logical: ArrayLike, num_experts: int) -> Floats:
 def to_table(
     shares: Floats, physical_to_logical: ArrayLike, num_experts: int, entries: int = ENTRIES
 ) -> NDArray[np.int16]:
-    """Shares as a table that ``dispatch`` indexes: every expert's slots, each as often as its share says, interleaved.
+    """Shares as a table that ``dispatch`` indexes: every expert's slots, each as often as its share says,
+    interleaved.
 
-    Shares become whole numbers of entries by largest remainders (ties to the lower slot); entry ``j`` of a slot with
-    ``n`` entries is ordered at ``(2 j + 1) / n``, so every run of entries is close to the shares.
+    Shares become whole numbers of entries by largest remainders (ties to the lower slot); entry ``j`` of a
+    slot with ``n`` entries is ordered at ``(2 j + 1) / n``, so every run of entries is close to the shares.
 
     Args:
         shares: [layers, slots] float64, >= 0, adding up to 1 over the copies of each expert.
@@ -90,7 +95,8 @@ def to_table(
         entries: entries per expert, a power of two.
 
     Returns:
-        [layers, experts, entries] int16 slot numbers. A slot's frequency is less than ``1 / entries`` from its share.
+        [layers, experts, entries] int16 slot numbers. A slot's frequency is less than ``1 / entries`` from
+        its share.
     """
     op = "to_table"
     share = np.asarray(shares, np.float64)
@@ -108,7 +114,9 @@ def to_table(
     total = np.cumsum(quota, axis=1)[:, -1:]
     if len(n):
         wrong = np.abs(total[:, 0] - 1).argmax()
-        check(abs(total[wrong, 0] - 1) < 1e-6, op, "shares of an expert to add up to 1", float(total[wrong, 0]))
+        check(
+            abs(total[wrong, 0] - 1) < 1e-6, op, "shares of an expert to add up to 1", float(total[wrong, 0])
+        )
     table[n, e] = _interleave(copies, _whole(quota / total * entries, copies >= 0, entries), entries)
     return table.astype(np.int16)
 

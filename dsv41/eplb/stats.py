@@ -1,4 +1,5 @@
-"""How often each expert is chosen: a window of the last steps, kept as a ring of block sums of *logical* counts.
+"""How often each expert is chosen: a window of the last steps, kept as a ring of block sums of *logical*
+counts.
 
 Logical counts do not depend on the map, so a reshuffle in the middle of a window needs no care.
 """
@@ -19,10 +20,11 @@ def roll(ring: Any, clock: Any, lanes: Any, counts: Any, enabled: Any, block_ste
     """Add one step's counts to the ring, in place.
 
         block = clock // block_steps % blocks
-        ring[block] = (0 at the first step of a block, else ring[block]) + counts;  clock += 1       if enabled is 1
+        ring[block] = (0 at the first step of a block, else ring[block]) + counts;  clock += 1       if
+        enabled is 1
 
-    Only elementwise arithmetic and in-place updates: the arguments may be NumPy arrays or torch tensors of one integer
-    type, and a CUDA graph can hold the call, since it reads no value on the host.
+    Only elementwise arithmetic and in-place updates: the arguments may be NumPy arrays or torch tensors of
+    one integer type, and a CUDA graph can hold the call, since it reads no value on the host.
 
     Args:
         ring: [blocks, layers, experts] int64.
@@ -64,12 +66,17 @@ def count_pairs(ids: ArrayLike, num_experts: int, padding: ArrayLike | None = No
         valid &= ~dummy[:, None]
     layer = np.broadcast_to(np.arange(len(chosen))[:, None, None], chosen.shape)[valid]
     flat = layer * num_experts + chosen[valid].astype(np.int64)
-    return np.bincount(flat, minlength=len(chosen) * num_experts).reshape(len(chosen), num_experts).astype(np.int64)
+    return (
+        np.bincount(flat, minlength=len(chosen) * num_experts)
+        .reshape(len(chosen), num_experts)
+        .astype(np.int64)
+    )
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What a snapshot rests on: steps and routed pairs it covers, and steps recorded since the window was made."""
+    """What a snapshot rests on: steps and routed pairs it covers, and steps recorded since the window was
+    made."""
 
     steps: int
     pairs: int
@@ -79,9 +86,10 @@ class Quality:
 class LoadWindow:
     """Routed pairs per layer and expert over the last ``window`` steps, on the host.
 
-    ``blocks`` block sums: at the end of a block the snapshot covers exactly the last ``window`` steps; ``k`` steps into
-    a block it covers the last ``window - window / blocks + k``. The arrays ``ring``, ``clock``, ``lanes`` and
-    ``enabled`` are the whole state and may be replaced by torch tensors for ``roll`` on a device.
+    ``blocks`` block sums: at the end of a block the snapshot covers exactly the last ``window`` steps; ``k``
+    steps into a block it covers the last ``window - window / blocks + k``. The arrays ``ring``, ``clock``,
+    ``lanes`` and ``enabled`` are the whole state and may be replaced by torch tensors for ``roll`` on a
+    device.
 
     Args:
         layers: MoE layers.
@@ -93,7 +101,12 @@ class LoadWindow:
     def __init__(self, layers: int, experts: int, window: int, blocks: int = 8) -> None:
         op = "LoadWindow"
         check(layers >= 1 and experts >= 1, op, "layers >= 1 and experts >= 1", (layers, experts))
-        check(blocks >= 1 and window >= 1 and window % blocks == 0, op, f"window a multiple of {blocks} blocks", window)
+        check(
+            blocks >= 1 and window >= 1 and window % blocks == 0,
+            op,
+            f"window a multiple of {blocks} blocks",
+            window,
+        )
         self.window, self.block_steps = window, window // blocks
         self.ring = np.zeros((blocks, layers, experts), np.int64)
         self.clock = np.zeros(1, np.int64)

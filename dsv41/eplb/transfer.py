@@ -1,4 +1,5 @@
-"""Carry out a move list on the expert tensors of a layer: weights, scales and whatever else belongs to an expert."""
+"""Carry out a move list on the expert tensors of a layer: weights, scales and whatever else belongs to an
+expert."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from .repair import Move, batches
 
 
 class Transport(Protocol):
-    """Moves one expert's tensors between ranks. A real one posts sends and receives; ``flush`` waits for them."""
+    """Moves one expert's tensors between ranks. A real one posts sends and receives; ``flush`` waits for
+    them."""
 
     def copy(self, move: Move, tensors: Mapping[str, Any]) -> None:
         """Start copying expert row ``move.src_slot`` of every tensor over row ``move.dst_slot``.
 
-        ``tensors`` maps names to all of a layer's per-slot tensors. Until ``flush``, no destination may be written
-        before every source of the same batch has been read.
+        ``tensors`` maps names to all of a layer's per-slot tensors. Until ``flush``, no destination may be
+        written before every source of the same batch has been read.
         """
         ...
 
@@ -26,7 +28,8 @@ class Transport(Protocol):
 
 
 class InMemory:
-    """All ranks in one process: row ``slot`` of a tensor ``[slots, ...]`` is that physical expert. NumPy or torch."""
+    """All ranks in one process: row ``slot`` of a tensor ``[slots, ...]`` is that physical expert. NumPy or
+    torch."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[Any, int, Any]] = []
@@ -35,7 +38,9 @@ class InMemory:
         """Read the source rows now, keep them until ``flush``."""
         for tensor in tensors.values():
             row = tensor[move.src_slot]
-            self._pending.append((tensor, move.dst_slot, row.clone() if hasattr(row, "clone") else row.copy()))
+            self._pending.append(
+                (tensor, move.dst_slot, row.clone() if hasattr(row, "clone") else row.copy())
+            )
 
     def flush(self) -> None:
         """Write all rows read since the last flush."""
@@ -45,17 +50,19 @@ class InMemory:
 
 
 def transfer(
-    moves: Iterable[Move], layers: Mapping[int, Mapping[str, Any]] | Sequence[Mapping[str, Any]], transport: Transport
+    moves: Iterable[Move],
+    layers: Mapping[int, Mapping[str, Any]] | Sequence[Mapping[str, Any]],
+    transport: Transport,
 ) -> int:
     """Run moves in batches in which every rank sends at most once and receives at most once.
 
-    Stop after any prefix of ``moves`` and the experts match the map with that prefix applied. The caller switches a
-    layer's map to the new one between the last batch that touches the layer and its next forward.
+    Stop after any prefix of ``moves`` and the experts match the map with that prefix applied. The caller
+    switches a layer's map to the new one between the last batch that touches the layer and its next forward.
 
     Args:
         moves: of one or more layers, in the order ``repair`` or ``move_list`` gives.
-        layers: for each layer, *all* of its per-slot tensors by name (weights and block scales alike), each with the
-            physical slot as first dimension.
+        layers: for each layer, *all* of its per-slot tensors by name (weights and block scales alike), each
+            with the physical slot as first dimension.
         transport: carries the rows.
 
     Returns:
