@@ -211,6 +211,7 @@ def _open(op: str, folder: Path, cfg: V41FlashConfig) -> Checkpoint:
 def _check_entry(
     problems: _Problems, name: str, file: str, entry: _Entry, want: TensorSpec, size: int
 ) -> None:
+    good = entry.shape == want.shape and _SPELLING.get(entry.dtype) == want.dtype
     if entry.shape != want.shape:
         problems.add("mis-shaped", f"{name} ({list(entry.shape)} for {list(want.shape)}, in {file})")
     if _SPELLING.get(entry.dtype) != want.dtype:
@@ -218,8 +219,9 @@ def _check_entry(
         problems.add("mis-typed", f"{name} ({entry.dtype} for {wanted}, in {file})")
     if entry.end > size:
         problems.add("truncated", f"{name} (ends at byte {entry.end} of {file}, which has {size})")
-    if entry.end - entry.begin != math.prod(want.shape) * want.dtype.itemsize and entry.shape == want.shape:
-        problems.add("mis-sized", f"{name} ({entry.end - entry.begin} bytes, in {file})")
+    due, held = math.prod(want.shape) * want.dtype.itemsize, entry.end - entry.begin
+    if good and held != due:
+        problems.add("mis-sized", f"{name} ({held} bytes for {due}, in {file})")
 
 
 class LoadableModel(Protocol):

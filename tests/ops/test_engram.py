@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -412,7 +413,7 @@ def test_rows_requantise_without_loss() -> None:
 # Gate.
 
 
-def gate_case(tokens: int = 5, streams: int = 4, hidden: int = 64) -> dict[str, torch.Tensor]:
+def gate_case(tokens: int = 5, streams: int = 4, hidden: int = 64) -> dict[str, Any]:
     return {
         "x": torch.randn(tokens, streams, hidden).bfloat16(),
         "kv": torch.randn(tokens, (streams + 1) * hidden).bfloat16(),
@@ -421,7 +422,7 @@ def gate_case(tokens: int = 5, streams: int = 4, hidden: int = 64) -> dict[str, 
     }
 
 
-def lattice() -> dict[str, torch.Tensor]:
+def lattice() -> dict[str, Any]:
     t, s, j = torch.meshgrid(torch.arange(2), torch.arange(3), torch.arange(8), indexing="ij")
     return {
         "x": (((7 * t + 3 * s + 5 * j) % 17 - 8) / 8)[:, :2].bfloat16(),
