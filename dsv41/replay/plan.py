@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .config import ReplayConfig, ReplayConfigError, ReplayGeometry, ReplayMode, check, check_int
+from .config import (
+    ReplayConfig,
+    ReplayConfigError,
+    ReplayGeometry,
+    ReplayMode,
+    check,
+    check_choice,
+    check_int,
+)
 from .cost import plan_flops
 from .rows import gather_rows, scatter_rows
 from .spans import UNKNOWN, RequestSpan, SpanBatch
@@ -53,7 +61,8 @@ class ReplayPlan:
         logits_row: [R] int32, index into the M kept rows of the row to sample from; -1 when the step does not
             finish the prompt or keeps no row. With an unknown prompt end it is always the last kept row: the
             caller decides.
-        is_identity: every row runs with its true window, so the plan can be skipped altogether.
+        is_identity: every row runs, and no floor cuts a window: the plan can be skipped altogether. (False under mask
+            even where all rows of a step lie below the segment.)
         padded_to: rows the decoder runs on, M unless `pad` was called.
     """
 
@@ -168,22 +177,32 @@ class ReplayPlan:
         column = np.arange(self.geometry.window, dtype=np.int32)
         return np.where(column < length[:, None], low[:, None] + column, np.int32(PAD))
 
-    def ring_writes(self, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which kept rows go into a window ring after their attention, and where.
+    def ring_writes(
+        self, capacity: int, which: Literal["kept", "first_layer", "all"] = "kept"
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows of the step go into a window ring after their attention, and where.
 
-        A step with more rows than the ring would overwrite rows it still reads; so read the old rows first,
-        and write only the last `capacity` rows of each request afterwards.
+        A step with more rows than the ring would overwrite rows it still reads; so read the old rows first, and
+        write only the last `capacity` rows of each request afterwards.
 
         Args:
             capacity: slots a request; at least `geometry.cached_rows`.
+            which: "kept" for decoder layers after the first, "first_layer" for that one, "all" for the encoder.
 
         Returns:
-            (row, slot), each int64: index into the M kept rows, and position modulo `capacity`.
+            (row, slot), each int64: for "kept" the index into the M kept rows, otherwise into the N packed rows;
+            and position modulo `capacity`.
         """
         check_int("capacity", capacity, self.geometry.cached_rows)
-        written = self.positions >= (self.seq_lens - capacity)[self._request]
-        row = np.flatnonzero(written)
-        return row, self.positions[row].astype(np.int64) % capacity
+        check_choice("which", which, ("kept", "first_layer", "all"))
+        if which == "kept":
+            row, request, positions = np.arange(self.num_rows), self._request, self.positions
+        else:
+            row = self.first_layer_rows if which == "first_layer" else np.arange(self.num_input_rows)
+            request = np.searchsorted(self.query_start_loc, row, side="right") - 1
+            positions = self.seq_lens[request] - (self.query_start_loc[request + 1] - row)
+        written = positions >= self.seq_lens[request] - capacity
+        return row[written], positions[written].astype(np.int64) % capacity
 
     def select_slots(self, slot_mapping: Any, write_groups: Iterable[bool]) -> Any:
         """Cache slots of the rows the decoder runs on.

@@ -158,8 +158,7 @@ class Toy:
                 low = [max(int(plan.encoder_floor[r]), p - self.geom.window + 1) for r, p in rows]
                 spans = [(a, p + 1 - a) for (_, p), a in zip(rows, low, strict=True)]
                 x = self._attend(layer, rows, x, spans, states, kv, 0 if layer else None)
-                for r, state in enumerate(states):
-                    self._write_window(state, layer, kv[r], sorted(kv[r]))
+                self._write_window(plan, "all", layer, rows, states, kv)
             position = np.array([p for _, p in rows], np.int64)
             return np.array(x, self.values.dtype).reshape(len(rows), *self.values.width), position
 
@@ -189,16 +188,12 @@ class Toy:
                 for i, value in enumerate(self._attend(layer, live, x, spans, states, kv, 1, attends)):
                     y[i] = value
                 if not first:
-                    row, slot = plan.ring_writes(self.ring or 1 << 30)
-                    for i, s in zip(row, slot, strict=True):
-                        r, p = live[i]
-                        states[r].window[layer][int(s)] = (p, kv[r][p])
+                    self._write_window(plan, "kept", layer, live, states, kv)
                 x = y
             return x
 
         out = run_prefill(plan, ReplayHooks(encode_all, write_global_kv, decode_rows))
-        for r, state in enumerate(states):
-            self._write_window(state, self.encoder, first_kv[r], sorted(first_kv[r]))
+        self._write_window(plan, "first_layer", self.encoder, rows, states, first_kv)
         for i in range(plan.num_rows):
             assert out is not None
             r = int(plan.row_to_request()[i])
@@ -222,9 +217,10 @@ class Toy:
         held, value = state.window[layer].get(self._slot(position), (position, self._poison()))
         return value if held == position else self._poison()
 
-    def _write_window(self, state: State, layer: int, kv: dict[int, Any], positions: list[int]) -> None:
-        for p in positions[-self.ring :] if self.ring else positions:
-            state.window[layer][self._slot(p)] = (p, kv[p])
+    def _write_window(self, plan: ReplayPlan, which: Any, layer: int, rows, states, kv) -> None:
+        for i, slot in zip(*plan.ring_writes(self.ring or 1 << 30, which), strict=True):
+            r, p = rows[i]
+            states[r].window[layer][int(slot)] = (p, kv[r][p])
 
     def _write_entries(self, source, layer, rows, x, states, starts) -> None:
         for i, (r, p) in enumerate(rows):

@@ -180,6 +180,7 @@ CASES = {
     ),
     "pad": (lambda: PLAN.pad(139), "padded_to", "at least 140", "got 139"),
     "ring writes": (lambda: PLAN.ring_writes(132), "capacity", "at least 133", "got 132"),
+    "ring rows": (lambda: PLAN.ring_writes(133, ANY), "kept, first_layer, all", "none of the words"),
     "gather": (lambda: PLAN.gather(np.zeros(199)), "200 rows", "[199]", "all packed rows"),
     "gather a scalar": (lambda: PLAN.gather(np.float64(0)), "200 rows", "[]"),
     "scatter": (lambda: PLAN.scatter(np.zeros(139)), "140 rows", "139"),

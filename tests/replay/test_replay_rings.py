@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv41.replay import ReplayConfig, ReplayGeometry, ReplayMode, RequestSpan, plan_decoder
+from dsv41.replay.config import FirstLayerKV
 
 
 class Ring:
@@ -122,3 +123,19 @@ def test_a_chunk_longer_than_the_ring_writes_its_last_rows(chunk):
     mine = row >= 3
     assert plan.positions[row[mine]].tolist() == list(range(max(9, chunk + 9 - 133), chunk + 9))
     np.testing.assert_array_equal(slot, plan.positions[row] % 133)
+    for which in ("first_layer", "all"):  # mode off: every row is kept, so the three lists are one
+        other = plan.ring_writes(133, which)
+        np.testing.assert_array_equal(other, (row, slot))
+
+
+def test_the_first_layer_and_the_encoder_write_rows_the_decoder_drops():
+    geom = ReplayGeometry(4, 2, 2, 1)
+    batch = [RequestSpan(2, 2, 2), RequestSpan(20, 30, 90)]
+    wanted: dict[FirstLayerKV, list[int]] = {"segment": [0, 1], "all_rows": [0, 1, 17, 18, 19, 20, 21]}
+    for variant, want in wanted.items():
+        cfg = ReplayConfig(ReplayMode.COMPACT, 8, first_layer_kv=variant, geometry=geom)
+        plan = plan_decoder(cfg, geom, batch)
+        assert plan.ring_writes(5)[0].tolist() == [0, 1]
+        row, slot = plan.ring_writes(5, "first_layer")
+        assert row.tolist() == want and slot.tolist() == [0, 1, 0, 1, 2, 3, 4][: len(want)]
+        assert plan.ring_writes(5, "all")[0].tolist() == [0, 1, 17, 18, 19, 20, 21]

@@ -203,16 +203,15 @@ def test_every_field_against_the_plain_planner(problem, pad):
     for span, w, floor in zip(batch, want, plan.swa_floor.tolist(), strict=True):
         assert not span.is_decode or len(w["rows"]) == span.q_len
         assert span.target_end is None or floor == 0 or floor <= span.target_end - geom.cached_rows
+    lows = [0 if s.is_decode else s.swa_start for s, w in zip(batch, want, strict=True) for _ in w["rows"]]
     true_windows = all(
-        row[1] == row[2] == tuple(range(max(row[0] - geom.window + 1, 0 if s.is_decode else s.swa_start),
-        row[0] + 1)) for s, w in zip(batch, want, strict=True)
-        for row in w["rows"]
-        if row[3]
-    )  # fmt: skip
+        row[1] == row[2] == tuple(range(max(row[0] - geom.window + 1, low), row[0] + 1))
+        for row, low in zip(flat, lows, strict=True)
+    )
     if plan.is_identity:
         assert m == len(packed) and true_windows and all(row[3] for row in flat)
-    elif m == len(packed) and all(len(w["rows"]) for w in want) and cfg.first_layer_kv == "segment":
-        assert not true_windows or not all(row[3] for row in flat) or any(s.is_decode for s in batch)
+    elif m == len(packed) and all(len(w["rows"]) for w in want) and not plan.dead.any():
+        assert not true_windows
     # The shortest contiguous workspace that holds every window of a request.
     for r, w in enumerate(want):
         reach = [k for row in w["rows"] for k in row[1]]
