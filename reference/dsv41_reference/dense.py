@@ -192,11 +192,12 @@ def attend(
         [Q, heads, head_dim] bf16.
     """
     sink = wide(sink)[:, None, None]
-    z = (matmul(q.transpose(0, 1), keys) * scale).masked_fill_(~visible, -torch.inf)  # [heads, Q, n]
+    z = matmul(q.transpose(0, 1), keys).mul_(scale).masked_fill_(~visible, -torch.inf)  # [heads, Q, n]
     peak = torch.maximum(z.amax(-1, keepdim=True), sink)
-    e = torch.exp(z.sub_(peak))
+    e = z.sub_(peak).exp_()
     total = row_sum(e) + torch.exp(sink - peak)
-    return bf16(matmul(bf16(e), keys.transpose(0, 1)) / total).transpose(0, 1)
+    e[:, visible] = wide(bf16(e[:, visible]))  # the others are zero; few are visible, and rounding is slow
+    return bf16(matmul(e, keys.transpose(0, 1)) / total).transpose(0, 1)
 
 
 def project_out(o: torch.Tensor, scope: Scope, cfg: Any, table: Table) -> torch.Tensor:

@@ -49,7 +49,7 @@ class V41Reference:
         *,
         rows: Sequence[int] | torch.Tensor | None = None,
         trace: dict[str, torch.Tensor] | None = None,
-        block: int = 512,
+        block: int = 128,
     ) -> torch.Tensor:
         """Next-token logits of one sequence that starts at position 0.
 
