@@ -95,17 +95,14 @@ def rebalance_experts(
     check(num_nodes >= 1 and num_gpus % num_nodes == 0, OP, f"num_nodes to divide {num_gpus} GPUs", num_nodes)
     nodes = num_nodes if num_groups % num_nodes == 0 else 1
     groups = num_groups if nodes > 1 else 1
+    most = experts // nodes * num_gpus if distinct else num_replicas
     check(
-        not distinct or num_replicas <= experts // nodes * num_gpus,
-        OP,
-        f"at most {experts // nodes * num_gpus} slots for distinct experts on {num_gpus} ranks (see distinct)",
-        num_replicas,
+        num_replicas <= most, OP, f"at most {most} slots of distinct experts on {num_gpus} GPUs", num_replicas
     )
     layers = len(loads)
     old = None if previous is None else as_map(OP, "previous", previous, layers, experts, num_replicas)
-    check(
-        budget is None or (old is not None and budget >= 0), OP, "budget >= 0 together with previous", budget
-    )
+    asked = budget is None or (old is not None and budget >= 0)
+    check(asked, OP, "budget >= 0 together with previous", budget)
     if old is not None and budget is not None:
         check(
             nodes == 1, OP, "no node groups together with budget", f"{num_groups} groups on {num_nodes} nodes"
@@ -118,7 +115,7 @@ def rebalance_experts(
         slots = _plan(loads, shape, target, distinct, degree_balanced)
         if old is not None:
             slots = _like_previous(slots, old.reshape(slots.shape), nodes)
-        p2l = slots.reshape(len(loads), num_replicas)
+        p2l = slots.reshape(layers, num_replicas)
     return p2l, *logical_maps(p2l, experts)
 
 
@@ -205,6 +202,8 @@ class _Rows:
 
     def search(self, rows: Ints, counts: Ints, slots: Ints, fair: bool = False, early: int = EARLY) -> None:
         """Improve ``slots`` of ``rows`` and keep them where they beat the best so far."""
+        if not len(rows):
+            return
         pack = _packing(self.w[rows], counts, slots.copy(), self.distinct, fair)
         _place.exchange_search(pack, self.goal[rows], ROUNDS, early, HOPE)
         self.keep(rows, counts, pack.slots, pack.part.sum(-1).max(1))
@@ -258,8 +257,7 @@ def _search_free(best: _Rows, left: Ints, counts: Ints, extra: int, cap: int, ra
         else:
             best.search(left, counts[left], best.slots[left])
     left = left[best.peak[left] > best.goal[left]]
-    if len(left):
-        best.search(left, best.counts[left], best.slots[left], early=0)
+    best.search(left, best.counts[left], best.slots[left], early=0)
     trials = min(SMALL // best.slots[0].size ** 2, 64)
     for turn in range(GENERATIONS if trials else 0):
         left = left[best.peak[left] > best.goal[left]]
