@@ -1,5 +1,7 @@
 """Philox and its streams, processed token laws, residuals, and the token bitmask."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -177,7 +179,7 @@ def test_bitmask_refusals(logits, bitmask, message):
 
 
 def test_sample_tokens_refusals_and_rows_without_a_law():
-    call = {"temperature": torch.ones(2)} | {
+    call: dict[str, Any] = {"temperature": torch.ones(2)} | {
         k: torch.ones(2, dtype=torch.int64) for k in ("seeds", "uids", "positions")
     }
     logits = torch.tensor([[0.0, 1.0], [float("nan"), 1.0]])

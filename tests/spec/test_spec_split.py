@@ -124,7 +124,7 @@ def test_split_numbers_by_hand():
 
 def test_rotation_moves_ties_fairly():
     c = np.ones((4, 3), np.float32)
-    totals = sum(split_budget(c, 5, rotation=step) for step in range(4))
+    totals = np.sum([split_budget(c, 5, rotation=step) for step in range(4)], axis=0)
     assert totals.tolist() == [5, 5, 5, 5]
     assert split_budget(c, 5, rotation=0).tolist() == [3, 2, 0, 0]
     assert split_budget(c, 5, rotation=1).tolist() == [2, 0, 0, 3]  # row 3 is now first, row 0 second

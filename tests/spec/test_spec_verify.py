@@ -1,5 +1,7 @@
 """The sampler: its law by a million draws, acceptance by position, greedy and coupled text, refusals."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -255,7 +257,7 @@ def test_pinned_chain_text_is_reproducible_beside_adaptive_requests():
     assert text([5])[0] != text([6])[0]
 
 
-def batch(rows=3, block=2, vocab=8, seed=0):
+def batch(rows=3, block=2, vocab=8, seed=0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     return {
         "target_logits": torch.randn(rows * (block + 1), vocab, generator=generator),
@@ -354,11 +356,14 @@ def test_empty_batches_and_rows():
         and done.status.tolist() == [0, 0, 0]
         and (done.num_emitted[[0, 2]] > 0).all()
     )
+    none = torch.zeros(0, dtype=torch.int64)
     empty = verify_drafts(
         torch.zeros(0, 4),
         torch.zeros(1, dtype=torch.int32),
         torch.zeros(0, 2, dtype=torch.int64),
-        **{k: torch.zeros(0, dtype=torch.int64) for k in ("seeds", "uids", "positions")},
+        seeds=none,
+        uids=none,
+        positions=none,
         temperature=torch.zeros(0),
     )
     assert list(empty.tokens.shape) == [0, 3]
