@@ -61,8 +61,8 @@ class ReplayPlan:
         logits_row: [R] int32, index into the M kept rows of the row to sample from; -1 when the step does not
             finish the prompt or keeps no row. With an unknown prompt end it is always the last kept row: the
             caller decides.
-        is_identity: every row runs, and no floor cuts a window: the plan can be skipped altogether. (False under mask
-            even where all rows of a step lie below the segment.)
+        is_identity: every row runs and no floor cuts a window, so the plan can be skipped altogether. (False
+            under mask even where all rows of a step lie below the segment.)
         padded_to: rows the decoder runs on, M unless `pad` was called.
     """
 
@@ -182,15 +182,15 @@ class ReplayPlan:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Which rows of the step go into a window ring after their attention, and where.
 
-        A step with more rows than the ring would overwrite rows it still reads; so read the old rows first, and
+        A step longer than the ring would overwrite rows it still reads; so read the old rows first and
         write only the last `capacity` rows of each request afterwards.
 
         Args:
             capacity: slots a request; at least `geometry.cached_rows`.
-            which: "kept" for decoder layers after the first, "first_layer" for that one, "all" for the encoder.
+            which: "kept" for decoder layers after the first, "first_layer" for that one, "all" for encoders.
 
         Returns:
-            (row, slot), each int64: for "kept" the index into the M kept rows, otherwise into the N packed rows;
+            (row, slot), each int64: for "kept" an index into the M kept rows, otherwise into the N packed ones;
             and position modulo `capacity`.
         """
         check_int("capacity", capacity, self.geometry.cached_rows)

@@ -145,7 +145,7 @@ def spans(draw, geom: ReplayGeometry, keep: int):
     start = draw(st.integers(0, 4 * keep))
     f = draw(st.sampled_from([0, 0, start // 2 // 2 * 2]))
     if kind == "decode":
-        return RequestSpan(min(q_len, geom.backtrack), start + min(q_len, geom.backtrack), is_decode=True)
+        return RequestSpan(q_len, start + q_len, None, f, draw(st.none() | st.integers(f, start)), True)
     live = draw(st.none() | st.integers(f, start)) if kind == "unknown" or draw(st.booleans()) else None
     # Enough rows must remain at the end of the prompt, whatever the floor is.
     slack = geom.cached_rows + max(f, live or 0)
