@@ -1,4 +1,4 @@
-"""The DSpark drafter without a cache: from the target's rows of all positions so far to one block of drafts."""
+"""The DSpark drafter without a cache: from the target's rows of all positions to one block of drafts."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,24 +33,24 @@ class V41ReferenceDraft:
         """Draft the tokens that follow ``next_token``, which stands at position T.
 
             context = RMS(main_proj(targets)), seen by each stage only through Q8(RoPE(RMS(context · wkvᵀ)))
-            block rows [next_token, noise, ...] at positions T, T + 1, ... see the last ``window`` context rows
-            and all rows of the block
+            block rows [next_token, noise, ...] at positions T, T + 1, ... see the last ``window`` context
+            rows and all rows of the block
             logits_i = RMS(h_i) · headᵀ + markov_head · markov_embed[previous token]
             confidence_i = confidence_proj · [h_i, markov_embed[previous token]]
 
         Args:
-            targets: [T, len(target_layers) * hidden] bf16, the model's ``target.l`` of positions 0 .. T - 1 side
-                by side in ascending layer order; T may be 0.
+            targets: [T, len(target_layers) * hidden] bf16, the model's ``target.l`` of positions 0 .. T - 1
+                side by side in ascending layer order; T may be 0.
             next_token: the token that the target emitted last.
             temperature: 0 takes the largest logit, the lower id on ties.
             sample: for temperature > 0, from softmax(logits / temperature) [vocab_size] f32 to a token id.
             trace: receives ``ring.i`` [T, head_dim] bf16, the context rows of stage i.
 
         Returns:
-            tokens [block_size] int64, logits [block_size, vocab_size] f32 before the temperature, and confidence
-            logits [block_size] f32 before the sigmoid.
+            tokens [block_size] int64, logits [block_size, vocab_size] f32 before the temperature, and
+            confidence logits [block_size] f32 before the sigmoid.
 
-        Contract: no state between calls; the bits of row i depend on drafts before i through the last one only.
+        Contract: no state between calls; row i depends on the drafts before it through the last one only.
         """
         cfg, draft, name = self.cfg, self.cfg.draft, "V41ReferenceDraft"
         width = len(draft.target_layers) * cfg.hidden
@@ -88,7 +88,7 @@ class V41ReferenceDraft:
         return self.chain(last, hidden, base, next_token, temperature, sample)
 
     def attention(self, scope: Scope, h: torch.Tensor, ring: torch.Tensor, table: Table) -> torch.Tensor:
-        """Each row of the block sees the newest ``window`` ring rows and the whole block: [block, hidden] bf16."""
+        """Every row of the block sees the newest ``window`` ring rows and the whole block."""
         cfg = self.cfg
         _, q = dense.queries(h, scope, cfg, table)
         keys = torch.cat([ring[max(len(ring) - cfg.window, 0) :], dense.window_rows(h, scope, cfg, table)])
