@@ -335,6 +335,12 @@ def test_identity_gathers_nothing_and_empty_batches_plan():
     )
 
 
+def test_identity_ends_where_a_floor_first_cuts_a_window():
+    """Segment start 860: the window of row 987 just reaches it, the window of row 986 is cut."""
+    for q_len, identity in ((13, True), (14, False)):
+        assert plan_decoder(COMPACT, FLASH, [RequestSpan(q_len, 1000, 1000)]).is_identity == identity
+
+
 def test_the_decoder_is_skipped_only_when_it_has_no_row_at_all():
     calls = []
     hooks = dsv41.replay.ReplayHooks(
