@@ -29,11 +29,9 @@ class Flow:
         rank = np.where(l2p < 0, -1, l2p // self.size)
         second = np.zeros(l2p.shape, bool)
         second[..., 1:] = (rank[..., 1:] == rank[..., :-1]) & (rank[..., 1:] >= 0)
-        self.main = np.broadcast_to(np.arange(slots), p2l.shape)
-        if second.any():
-            self.main = self.main.copy()
-            for n, e, k in np.argwhere(second):
-                self.main[n, l2p[n, e, k]] = self.main[n, l2p[n, e, k - 1]]
+        self.main = np.tile(np.arange(slots), (layers, 1))
+        for n, e, k in np.argwhere(second):
+            self.main[n, l2p[n, e, k]] = self.main[n, l2p[n, e, k - 1]]
         self.hosts = np.sort(np.where(second | (l2p < 0), slots, l2p), axis=-1)
         self.width = (self.hosts < slots).sum(-1)
         self.mean = np.cumsum(w, axis=1)[:, -1] / ranks

@@ -17,10 +17,9 @@ import numpy as np
 
 from ._check import Bools, Floats, Ints
 
-FULL_PARTITION = (
-    4  # try every partition of a pair of ranks up to this many slots per rank, single swaps above
-)
-SLOWLY = 2  # rounds between halvings of the hot ranks treated at once, down to a sixteenth
+# Up to this many slots per rank every partition of a pair of ranks is tried, above it every single swap.
+FULL_PARTITION = 4
+PAIRS = 32  # pairs of ranks looked at per row and round: enough for a NumPy call, small enough for the cache
 SLOWLY = 2  # rounds between halvings of the hot ranks treated at once, down to a sixteenth of all
 TIE = 2.0**45  # more than the exact load of any row
 

@@ -99,7 +99,6 @@ def _plan(args: argparse.Namespace) -> None:
             args.gpus,
             target=args.target or 1.02,
             budget=args.budget,
-            distinct=distinct,
             num_nodes=args.nodes,
         )
         p2l, moves, shares = fix.physical_to_logical, fix.moves, fix.shares

@@ -107,9 +107,7 @@ def rebalance_experts(
         check(
             nodes == 1, OP, "no node groups together with budget", f"{num_groups} groups on {num_nodes} nodes"
         )
-        p2l = repair(
-            loads, old, num_gpus, target=target, budget=budget, distinct=distinct
-        ).physical_to_logical
+        p2l = repair(loads, old, num_gpus, target=target, budget=budget).physical_to_logical
     else:
         shape = (nodes, groups, num_gpus, num_replicas)
         slots = _plan(loads, shape, target, distinct, degree_balanced)

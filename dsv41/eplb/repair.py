@@ -71,7 +71,6 @@ def repair(
     target: float = 1.02,
     budget: int | None = None,
     per_rank: int | None = None,
-    distinct: bool = True,
     num_nodes: int = 1,
 ) -> Repair:
     """Lower the water-filled imbalance of a map to ``target`` with few transfers.
@@ -89,7 +88,6 @@ def repair(
         budget: at most this many transfers in all, None for no limit. The best ones come first, so the list
             for a small budget is a prefix of that for a large one.
         per_rank: at most this many transfers into one rank of a layer, None for no limit.
-        distinct: never create a second copy of an expert on a rank.
         num_nodes: sources on the node of the destination are preferred; divides ``num_gpus``.
 
     Returns:
@@ -105,7 +103,7 @@ def repair(
     check(budget is None or budget >= 0, op, "budget >= 0", budget)
     check(per_rank is None or per_rank >= 0, op, "per_rank >= 0", per_rank)
     check(num_nodes >= 1 and num_gpus % num_nodes == 0, op, f"num_nodes to divide {num_gpus} GPUs", num_nodes)
-    search = _Search(loads, old, num_gpus, per_rank, distinct)
+    search = _Search(loads, old, num_gpus, per_rank)
     before = peak_over_mean(search.flow.load[:, :num_gpus])
     search.run(target)
     order = _best_first(search.steps)
@@ -135,13 +133,17 @@ Step = tuple[int, float, int, int]  # layer, gain, expert, destination slot
 class _Search:
     """The greedy of ``repair`` on all layers at once: one trial move per layer and turn."""
 
-    def __init__(self, loads: Floats, old: Ints, ranks: int, per_rank: int | None, distinct: bool) -> None:
+    def __init__(self, loads: Floats, old: Ints, ranks: int, per_rank: int | None) -> None:
         self.flow = Flow(loads, old, ranks)
         self.flow.level(np.arange(len(loads)), 20, 1e-3)
-        self.ranks, self.distinct = ranks, distinct
+        self.ranks = ranks
         self.room = np.full((len(loads), ranks), old.shape[1] if per_rank is None else per_rank)
         self.fixed = self.flow.counts.copy()  # copies still in a slot of the old map
         self.fresh = np.zeros(old.shape, bool)  # slots already given away
+        # Slots that carry the flow of further copies on their rank (only maps made elsewhere have any) stay.
+        self.held = np.zeros(old.shape, bool)
+        n, p = np.nonzero(self.flow.main != np.arange(old.shape[1]))
+        self.held[n, self.flow.main[n, p]] = True
         self.steps: list[list[Step]] = [[] for _ in loads]
 
     def run(self, target: float) -> None:
@@ -206,14 +208,8 @@ class _Search:
         )
         open_slot &= rank != hot[:, None]
         score[np.broadcast_to(~open_slot[:, None], score.shape)] = -np.inf
-        if self.distinct:
-            score[
-                (p2l.reshape(len(act), 1, self.ranks, size) == expert[:, :, None, None])
-                .any(-1)
-                .repeat(size, -1)
-            ] = -np.inf
-        else:
-            score[p2l[:, None] == expert[:, :, None]] = -np.inf
+        there = (p2l.reshape(len(act), 1, self.ranks, size) == expert[:, :, None, None]).any(-1)
+        score[there.repeat(size, -1)] = -np.inf
         best = score.reshape(len(act), -1).argmax(1)
         which, slot = np.divmod(best, slots)
         return expert[n[:, 0], which], slot, np.isfinite(score.reshape(len(act), -1)[n[:, 0], best])
@@ -225,6 +221,7 @@ class _Search:
         flow.load[n, slot // flow.size] -= flow.x[n, slot]
         flow.x[n, slot] = 0.0
         flow.p2l[n, slot] = e
+        flow.main[n, slot] = slot
         flow.counts[n, out] -= 1
         flow.counts[n, e] += 1
         flow.drop_host(n, out, slot)
@@ -236,19 +233,18 @@ class _Search:
         flow.load[n, only // flow.size] += flow.w[n, out] - flow.x[n, only]
         flow.x[n, only] = flow.w[n, out]
 
-    def _save(self, n: Ints) -> tuple[np.ndarray, ...]:
+    def _arrays(self) -> tuple[np.ndarray, ...]:
         flow = self.flow
-        return tuple(
-            a[n] for a in (flow.x, flow.load, flow.p2l, flow.counts, flow.hosts, flow.width, flow.colour)
-        )
+        return (flow.x, flow.load, flow.p2l, flow.main, flow.counts, flow.width, flow.colour, flow.hosts)
+
+    def _save(self, n: Ints) -> tuple[np.ndarray, ...]:
+        return tuple(array[n] for array in self._arrays())
 
     def _restore(self, n: Ints, saved: tuple[np.ndarray, ...], pick: Bools) -> None:
-        flow = self.flow
-        now = (flow.x, flow.load, flow.p2l, flow.counts, flow.hosts, flow.width, flow.colour)
-        for array, was in zip(now, saved, strict=True):
+        for array, was in zip(self._arrays(), saved, strict=True):
             if array.ndim == 3:
                 array[n, :, : was.shape[2]] = was[pick]
-                array[n, :, was.shape[2] :] = flow.slots
+                array[n, :, was.shape[2] :] = self.flow.slots
             else:
                 array[n] = was[pick]
 
