@@ -214,10 +214,10 @@ def _joint(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         rng = np.random.default_rng([args.seed, spread])
         names = ("fixed", "own", "filled", "joint")
         tokens, seconds = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
-        for _ in range(args.batches):
+        for _ in range(4 * args.batches):
             sizes = np.maximum(1, np.rint(rng.normal(mean, spread, ranks)).astype(int))
             cost = step_cost(width, int(sizes.max()) * (BLOCK + 1))
-            streams = [blocks(int(n), args.steps + 1, rng) for n in sizes]
+            streams = [blocks(int(n), args.steps // 4 + 2, rng) for n in sizes]
             stale: list[np.ndarray] | None = None
             for together in zip(*streams, strict=True):
                 now = [reported for _, reported in together]

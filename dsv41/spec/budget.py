@@ -67,9 +67,8 @@ def _gains(
         granted = bonus + float(gain[below].sum(dtype=np.float64))
     total = np.empty(ranked.size + 1)
     total[0] = granted
-    np.cumsum(np.sort(ranked)[::-1], dtype=np.float64, out=total[1:])
-    total[1:] += granted
-    return bonus, floors, total
+    total[1:] = np.sort(ranked)[::-1]
+    return bonus, floors, total.cumsum()
 
 
 def _per_row(name: str, label: str, value: ArrayLike, rows: int) -> np.ndarray:

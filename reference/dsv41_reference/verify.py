@@ -208,7 +208,7 @@ def verify_drafts(
     seeds: Tensor,
     uids: Tensor,
     positions: Tensor,
-    mode: str,
+    rule: str,
     tokens: Tensor,
     num_emitted: Tensor,
     status: Tensor,
@@ -240,7 +240,7 @@ def verify_drafts(
         seeds: [num_requests] int64.
         uids: [num_requests] int64 in [0, 2**48).
         positions: [num_requests] int64, position of the anchor.
-        mode: chain, block or coupled.
+        rule: chain, block or coupled.
         tokens: [num_requests, block + 1] int64; drafts that stay, the drawn token, then -1.
         num_emitted: [num_requests] int32; drafts that stay + 1.
         status: [num_requests] int32; 1 where a law was needed and its row had none: the drawn token is then
@@ -274,11 +274,11 @@ def verify_drafts(
     log_p_x, log_q_x = (law.gather(-1, x[..., None])[..., 0] for law in (log_p[:, :block], log_q))
     # A draft whose law is unusable is dropped unseen: what is emitted there comes from the target alone.
     usable = (column[:block] < rows[:, None] - 1) & (drafts == x) & ok[:, :block]
-    if mode != "coupled":
+    if rule != "coupled":
         usable = usable & drawn & (log_q_x > float("-inf"))
     usable = usable.cumprod(1).to(torch.bool)
 
-    if mode == "coupled":
+    if rule == "coupled":
         noise = exponential(
             random_words(
                 seeds[:, None], uids[:, None], positions[:, None] + 1 + column, column * 0, EMIT, vocab
@@ -291,7 +291,7 @@ def verify_drafts(
         u = uniform(
             random_words(seeds[:, None], uids[:, None], positions[:, None], column[:block], ACCEPT, 1)
         )[..., 0]
-        if mode == "chain":
+        if rule == "chain":
             ratio = accept_log_probability(log_p_x, log_q_x)
             kept = (usable & (u.log() < ratio)).cumprod(1).sum(1)
             log_rho = torch.zeros_like(log_p[:, 0, 0])

@@ -15,10 +15,11 @@ _SPLIT = Op(
     reference="dsv41_reference.budget:split_budget_ragged",
     package=__package__,
 )
+# The mode travels as `rule`: an argument called `mode` collides with torch's own dispatch under compile.
 _VERIFY = Op(
     "verify_drafts(Tensor target_logits, Tensor cu_logits, Tensor draft_tokens, Tensor? draft_logits,"
     " Tensor temperature, Tensor draft_temperature, Tensor? top_k, Tensor? top_p, Tensor? bitmask,"
-    " Tensor seeds, Tensor uids, Tensor positions, str mode,"
+    " Tensor seeds, Tensor uids, Tensor positions, str rule,"
     " Tensor(a!) tokens, Tensor(b!) num_emitted, Tensor(c!) status) -> ()",
     reference="dsv41_reference.verify:verify_drafts",
     package=__package__,
