@@ -52,18 +52,33 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round to ``dtype`` once, to nearest even.
 
-    PyTorch casts float64 to the 8- and 16-bit formats through float32, which rounds twice. Rounding to odd in
-    between keeps the sticky bit, so the second rounding is the only one.
+    PyTorch casts float64 to the 8- and 16-bit formats through float32, which rounds twice: a value that the
+    first rounding moves onto a tie of the second may go the wrong way.
     """
-    if x.dtype == torch.float64 and dtype not in (torch.float32, torch.float64):
-        near = x.to(torch.float32)
-        back = near.to(torch.float64)
-        bits = near.view(torch.int32)
-        # Toward zero first (one bit pattern down when the cast rounded away), then set the last bit if inexact.
-        bits = bits - (back.abs() > x.abs()).to(torch.int32)
-        bits = bits | ((back != x) & x.isfinite()).to(torch.int32)
-        x = bits.view(torch.float32)
-    return x.to(dtype)
+    if x.dtype != torch.float64 or dtype in (torch.float32, torch.float64):
+        return x.to(dtype)
+    near = x.to(torch.float32)
+    if dtype != torch.bfloat16:
+        return _to_odd(x, near).to(dtype)
+    # Only a tie of the second rounding can be wrong, and ties are rare: mend those alone.
+    out = near.to(dtype)
+    tie = (near.view(torch.int32) & 0xFFFF) == 0x8000
+    if bool(tie.any()):
+        out[tie] = _to_odd(x[tie], near[tie]).to(dtype)
+    return out
+
+
+def _to_odd(x: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
+    """float64 ``x``, nearest float32 ``near``, to float32 rounded to odd: the last bit tells that it is inexact.
+
+    A later rounding to a shorter format then is the only one.
+    """
+    back = near.to(torch.float64)
+    bits = near.view(torch.int32)
+    # Toward zero first (one bit pattern down when the cast rounded away), then set the last bit if inexact.
+    bits = bits - (back.abs() > x.abs()).to(torch.int32)
+    bits = bits | ((back != x) & x.isfinite()).to(torch.int32)
+    return bits.view(torch.float32)
 
 
 def bf16(x: torch.Tensor) -> torch.Tensor:
