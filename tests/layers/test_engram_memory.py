@@ -487,3 +487,11 @@ def test_passage(tokenizer_json: Path, real_map: TokenMap) -> None:
     # Real text: ids and classes repeat, so n-grams do.
     assert len(set(ids)) < len(ids) / 2
     assert len({int(real_map.ids[i]) for i in ids}) < len(set(ids))
+
+
+def test_documentation_runs() -> None:
+    text = (Path(__file__).parents[2] / "docs/engram.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "docs/engram.md", "exec"), {})

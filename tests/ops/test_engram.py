@@ -149,6 +149,15 @@ def test_largest_product_fits() -> None:
 # Properties.
 
 
+def test_ids_are_compressed_first() -> None:
+    """Raw ids never reach the arithmetic: theirs and the pad token's classes do."""
+    permuted = torch.randperm(CLASSES, dtype=torch.int32)
+    permuted[[2, 7]] = permuted[[7, 2]] if permuted[2] == 2 else permuted[[2, 7]]
+    ids = torch.randint(0, CLASSES, (9,))
+    want = hashed(permuted[ids], pad_token=int(permuted[2]))
+    assert torch.equal(hashed(ids, classes=permuted), want)
+
+
 def test_start_and_image_and_pad_give_one_row() -> None:
     alone = hashed([77])
     assert torch.equal(hashed([DEAD, 77])[1:], alone)
