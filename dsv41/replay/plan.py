@@ -190,8 +190,8 @@ class ReplayPlan:
             which: "kept" for decoder layers after the first, "first_layer" for that one, "all" for encoders.
 
         Returns:
-            (row, slot), each int64: for "kept" an index into the M kept rows, else into the N packed rows; and
-            position modulo `capacity`.
+            (row, slot), each int64: an index into the M kept rows for "kept", into the N packed rows for
+            the others; and position modulo `capacity`.
         """
         check_int("capacity", capacity, self.geometry.cached_rows)
         check_choice("which", which, ("kept", "first_layer", "all"))

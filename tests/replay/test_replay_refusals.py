@@ -174,6 +174,10 @@ CASES = {
         lambda: plan_decoder(COMPACT, FLASH, [RequestSpan(1, 1, 1), RequestSpan(40, 1000, 1000, 900)]),
         "request 1", "at least 133", "got 100", "plan_encoder_hit",
     ),
+    "short by one row": (
+        lambda: plan_decoder(COMPACT, FLASH, [RequestSpan(40, 1000, 1000, 868)]),
+        "at least 133", "got 132",
+    ),
     "short live state": (
         lambda: plan_decoder(COMPACT, FLASH, [RequestSpan(40, 1000, 1000, decoder_live_start=900)]),
         "request 0", "at least 133", "got 100", "plan_encoder_hit",
@@ -240,6 +244,7 @@ def test_what_is_allowed():
         sequence_parallel=True, micro_batches=4, rows_agreed=True, pipeline_starts=(0, 10, 20)
     )
     assert COMPACT.validate(FLASH, agreed)
+    assert plan_decoder(COMPACT, FLASH, [RequestSpan(40, 1000, 1000, 867)]).swa_floor.tolist() == [867]
     for cfg in (V41FlashConfig(), V41FlashConfig.mini(), V41FlashConfig.tiny(), V41FlashConfig.micro()):
         geom = ReplayGeometry.from_config(cfg)
         mode = ReplayConfig(ReplayMode.COMPACT, geom.recommended_keep, geometry=geom)
