@@ -135,7 +135,7 @@ def expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: tor
     """X'_k = post_k · y + Σ_j comb[j, k] · X_j: [T, hidden] bf16 into [T, S, hidden] bf16."""
     total = wide(post)[..., None] * wide(y)[:, None]
     for j in range(streams.shape[1]):
-        total = total + wide(comb[:, j])[..., None] * wide(streams[:, j, None])
+        total.addcmul_(wide(comb[:, j])[..., None], wide(streams[:, j, None]))
     return bf16(total)
 
 
