@@ -101,7 +101,7 @@ def _parts(pages: torch.Tensor, layout: str, dim: int) -> tuple[torch.Tensor, to
     values, scales, split = record_bytes(layout, dim)
     if not split:
         return pages[..., :values], pages[..., values:]
-    flat = pages.view(pages.shape[0], -1)
+    flat = pages.view(pages.shape[0], size * (values + scales))
     return flat[:, : size * values].unflatten(1, (size, values)), flat[:, size * values :].unflatten(
         1, (size, scales)
     )

@@ -1,0 +1,7 @@
+"""The only tolerances of the tests, each with the measurement that it comes from."""
+
+# Next-token laws of the incremental and the dense model in float32 accumulation, random weights (2026-11-30,
+# 60 tokens): a sum in another order flips a rounding, a flipped rounding an expert or an entry. Median KL
+# divergence over three texts up to 0.0043 (tiny), 0 (micro); top-1 agreement 0.83 and above.
+MODEL_KL_MEDIAN = 6e-3
+MODEL_TOP1 = 0.8
