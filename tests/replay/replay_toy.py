@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 
 from dsv41.replay import (
     ReplayConfig,
@@ -25,6 +26,12 @@ from dsv41.replay import (
     plan_decoder,
     run_prefill,
 )
+
+
+def examples(count: int) -> settings:
+    """Hypothesis settings of all replay tests: no verdict may depend on how busy the machine is."""
+    return settings(deadline=None, max_examples=count, suppress_health_check=[HealthCheck.too_slow])
+
 
 Keys = list[tuple[int, Any]]  # (absolute position, value)
 

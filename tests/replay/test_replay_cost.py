@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from replay_toy import examples
 
 from dsv41 import V41FlashConfig
 from dsv41.replay import ReplayConfig, ReplayGeometry, ReplayMode, RequestSpan, flops, plan_decoder
@@ -43,6 +44,7 @@ def test_rules_of_thumb():
     assert cost.saved == pytest.approx(0.4926 * (1 - 140 / 8192), abs=0.005)
 
 
+@examples(100)
 @given(st.integers(0, 300), st.integers(1, 40) | st.just(np.inf), st.integers(1, 3))
 def test_closed_sums(count, limit, ratio):
     assert _capped(count, limit, ratio) == sum(min(limit, n // ratio) for n in range(1, count + 1))
@@ -67,7 +69,7 @@ def brute(c: V41FlashConfig, rows, floor_of, attends) -> float:
     return 2 * total
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.integers(1, 90), st.integers(1, 90), st.sampled_from(["compact", "empty", "windowed", "off"]))
 def test_plan_and_prompt_costs_agree_with_loops(length, chunk, mode):
     c = V41FlashConfig.tiny()

@@ -4,9 +4,9 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from replay_toy import Numeric, State, Structure, Toy, same
+from replay_toy import Numeric, State, Structure, Toy, examples, same
 
 from dsv41.replay import ReplayConfig, ReplayGeometry, ReplayMode, RequestSpan
 
@@ -128,7 +128,7 @@ def problems(draw, kind: str | None = None):
     return toy, keep, words(length, draw(st.integers(0, 3))), draw(st.sampled_from(VARIANTS))
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(problems(), st.sampled_from(["compact", "mask"]), st.sampled_from(["empty", "windowed"]))
 def test_keep_of_the_whole_prompt_is_the_identity(problem, mode, dead):
     toy, keep, tokens, variant = problem
@@ -142,7 +142,7 @@ def test_keep_of_the_whole_prompt_is_the_identity(problem, mode, dead):
     assert all(same(state.out[p], off.out[p]) for p in range(len(tokens)))
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(problems())
 def test_modes_agree_on_kept_rows_and_windowed_equals_off_below(problem):
     toy, keep, tokens, variant = problem
@@ -170,7 +170,7 @@ def test_modes_agree_on_kept_rows_and_windowed_equals_off_below(problem):
         assert same(empty.out[p], want)
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(problems(), st.data())
 def test_any_chunking_gives_the_same_bits(problem, data):
     """Random cuts, one-token chunks and cuts inside the segment included; on pages and on a ring."""
@@ -191,7 +191,7 @@ def test_any_chunking_gives_the_same_bits(problem, data):
     assert equal_rows(toy, ringed, whole, max(len(tokens) - toy.geom.cached_rows, 0))
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(problems(), st.data())
 def test_the_tail_of_every_chunk_is_at_least_as_deep(problem, data):
     """Policy per_chunk_tail: every chunk keeps its tail, reads only rows that ran; exact at exact_keep."""
@@ -207,7 +207,7 @@ def test_the_tail_of_every_chunk_is_at_least_as_deep(problem, data):
     toy.prefill(short, tokens, cuts)  # poison: reading a row that never ran raises
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=4),
     st.integers(0, 3),
@@ -231,7 +231,7 @@ def test_the_rest_of_the_batch_and_padding_change_nothing(requests, pad, data):
         assert all(same(state.out[p], alone[i].out[p]) for p in state.out)
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(problems(), st.integers(0, 3), st.data())
 def test_shared_entries_are_those_of_mode_off_and_written_once(problem, pad, data):
     toy, keep, tokens, variant = problem
@@ -246,7 +246,7 @@ def test_shared_entries_are_those_of_mode_off_and_written_once(problem, pad, dat
         assert all(same(compact.window_at(layer, p), off.window_at(layer, p)) for p in range(len(tokens)))
 
 
-@settings(deadline=None, max_examples=15)
+@examples(15)
 @given(problems("numeric"), st.integers(0, 3), st.data())
 def test_poison_never_reaches_an_output(problem, pad, data):
     """NaN in dropped rows, padding and slots below a floor; then decode from as far back as allowed."""
@@ -269,7 +269,7 @@ def test_poison_never_reaches_an_output(problem, pad, data):
     assert all(np.isfinite(v).all() for v in state.out.values())
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(problems(), st.data())
 def test_decoding_from_a_rollback_equals_mode_off_at_exact_keep(problem, data):
     toy, _, tokens, variant = problem

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from replay_toy import Numeric, State, Structure, Toy, same
+from replay_toy import Numeric, State, Structure, Toy, examples, same
 
 from dsv41.replay import ReplayConfig, ReplayGeometry, ReplayMode, RequestSpan, plan_decoder, plan_encoder_hit
 
@@ -35,7 +35,7 @@ def test_the_table(hit, length, start, why):
     assert replay.write_mask.tolist() == [p >= hit for p in range(start, length)]
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     st.integers(0, 3000),
     st.integers(0, 3000),
@@ -83,7 +83,7 @@ def problems(draw):
     )
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(problems(), st.sampled_from(["off", "compact"]), st.sampled_from(["segment", "all_rows"]), st.data())
 def test_replayed_prefixes_on_the_toy(problem, mode, variant, data):
     toy, tokens, hit, keep = problem
@@ -117,7 +117,7 @@ def test_replayed_prefixes_on_the_toy(problem, mode, variant, data):
             assert same(state.window_at(1, p), cold.window_at(1, p)) == exact
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(st.integers(20, 30), st.integers(1, 30), st.sampled_from(["segment", "all_rows"]), st.data())
 def test_a_second_turn_on_live_windows(first_length, new, variant, data):
     """Same session, windows still there: no replay, and few new rows read on into the first turn's rows."""

@@ -8,8 +8,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from replay_toy import examples
 
 import dsv41.replay
 from dsv41.replay import ReplayConfig, ReplayGeometry, ReplayMode, RequestSpan, SpanBatch, plan_decoder
@@ -166,7 +167,7 @@ def batches(draw):
     return cfg, geom, draw(st.lists(spans(geom, keep), max_size=5))
 
 
-@settings(deadline=None, max_examples=250)
+@examples(250)
 @given(batches(), st.integers(0, 3))
 def test_every_field_against_the_plain_planner(problem, pad):
     cfg, geom, batch = problem
@@ -196,6 +197,7 @@ def test_every_field_against_the_plain_planner(problem, pad):
     assert plan.attends.tolist() == [row[3] for row in flat] + [False] * pad
     assert plan.is_padding.tolist() == [False] * m + [True] * pad
     assert plan.row_to_request().tolist() == [r for r, w in enumerate(want) for _ in w["rows"]] + [-1] * pad
+    assert not any(dead for span, dead in zip(batch, plan.dead, strict=True) if span.is_decode)
     # What an engine may rely on.
     assert (np.diff(plan.rows) > 0).all()
     live = (plan.n_kept > 0) & (plan.dead == 0)
@@ -219,7 +221,7 @@ def test_every_field_against_the_plain_planner(problem, pad):
             assert plan.window_gather_lens[r] == batch[r].end - min(reach)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(batches())
 def test_columns_and_spans_plan_alike(problem):
     cfg, geom, batch = problem
@@ -234,7 +236,7 @@ def test_columns_and_spans_plan_alike(problem):
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(batches())
 def test_a_batch_is_its_requests_one_after_another(problem):
     cfg, geom, batch = problem

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from replay_toy import examples
 
 from dsv41.replay import ReplayConfig, ReplayGeometry, ReplayMode, RequestSpan, plan_decoder
 from dsv41.replay.config import FirstLayerKV
@@ -84,14 +85,14 @@ def sessions(draw, geom: ReplayGeometry | None = None):
     return geom, keep, length, cuts, draw(st.integers(0, geom.backtrack)), accepts, draw(st.booleans())
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(sessions())
 def test_window_plus_drafts_slots_lose_nothing(problem):
     geom, keep, length, cuts, rollback, accepts, write_first = problem
     assert session(geom, geom.cached_rows, keep, length, cuts, rollback, accepts, write_first)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(sessions(ReplayGeometry()))
 def test_133_slots_of_the_real_model_lose_nothing(problem):
     geom, keep, length, cuts, rollback, accepts, write_first = problem
