@@ -24,12 +24,12 @@ class Unsupported(RuntimeError):
 
 
 def describe(value: Any) -> str:
-    """A value as an error sentence shows it: tensors by shape, dtype and device, the rest by ``repr``."""
+    """A value as an error sentence shows it: tensors by shape, dtype and device, text as it is, the rest by repr."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         device = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"{list(value.shape)} {dtype}{device}"
-    return repr(value)
+    return value if isinstance(value, str) else repr(value)
 
 
 def check(condition: bool, name: str, expected: str, got: Any) -> None:

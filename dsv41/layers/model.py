@@ -172,11 +172,11 @@ class V41Flash(nn.Module):
         shared = Selection()
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
-            if layer.engram is not None:
-                x = layer.engram(x, rows[:, cfg.engram.layers.index(i)], dead)
             if draft_inputs is not None and i in cfg.draft.target_layers:
                 column = cfg.draft.target_layers.index(i) * cfg.hidden
                 draft_inputs[:, column : column + cfg.hidden] = stream_mean(x)
+            if layer.engram is not None:
+                x = layer.engram(x, rows[:, cfg.engram.layers.index(i)], dead)
             attention = functools.partial(layer.attn, step=step, state=state, shared=shared)
             x, pre = layer(x, pre, attention, image)
         return x, pre

@@ -87,7 +87,9 @@ def test_rollback_after_a_long_chunk() -> None:
     with accumulate(torch.float64):
         state = V41State.allocate(cfg, 1, 80)
         model(models.text(kind, 70, seed=5), models.positions(0, 70), state)
-        state.rollback(torch.tensor([0], dtype=torch.int32)) if state.windows[0].page_size > 70 else state.reset(0)
+        state.rollback(torch.tensor([0], dtype=torch.int32)) if state.windows[
+            0
+        ].page_size > 70 else state.reset(0)
         model(ids[:50], models.positions(0, 50), state)
         back = state.max_rollback
         kept = 50 - back
@@ -243,7 +245,10 @@ def test_values_are_checked_before_anything_is_written(error: str, monkeypatch: 
     before = [c.pages.clone() for c in (*state.windows, *state.compressed.values())]
     with pytest.raises(ValueError, match=message):
         models.model("tiny")(**call)
-    assert all(torch.equal(a, c.pages) for a, c in zip(before, (*state.windows, *state.compressed.values()), strict=True))
+    assert all(
+        torch.equal(a, c.pages)
+        for a, c in zip(before, (*state.windows, *state.compressed.values()), strict=True)
+    )
     assert int(state.lens[0]) == 0
 
 

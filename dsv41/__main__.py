@@ -1,0 +1,29 @@
+"""``python -m dsv41``: demo, bench and eplb."""
+
+import argparse
+import importlib
+import sys
+
+# Command: (module with add_arguments(parser) and run(args) -> exit code, what it does).
+COMMANDS = {
+    "demo": ("dsv41.demo", "run the whole model on real text and check every stage"),
+    "bench": ("dsv41.bench", "measure; see bench --help for the parts"),
+    "eplb": ("dsv41.eplb.cli", "plan expert placements from measured loads"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m dsv41", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(COMMANDS) + "}")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    for name, (module, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if arguments[:1] == [name]:  # only the chosen command is imported
+            importlib.import_module(module).add_arguments(command)
+    args = parser.parse_args(arguments)
+    return importlib.import_module(COMMANDS[args.command][0]).run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""``python -m dsv41 bench <part>``: cases and timing. Speed is reported, never asserted."""
+
+import argparse
+import importlib
+import sys
+
+PARTS = {
+    "cpu": "tokens a second of the incremental model on this CPU",
+    "budget": "draft budgets against a fixed number of drafts, simulated",
+    "replay": "bounded replay: rows, FLOPs and time",
+    "eplb": "expert placements: imbalance, movement and planning time",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One sub-command a part; only the chosen part is imported."""
+    parts = parser.add_subparsers(dest="part_name", required=True, metavar="{" + ",".join(PARTS) + "}")
+    chosen = next((a for a in sys.argv[2:] if a in PARTS), None)
+    for name, text in PARTS.items():
+        part = parts.add_parser(name, help=text, description=text)
+        if name == chosen:
+            importlib.import_module(f"{__name__}.{name}").add_arguments(part)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen part; returns its exit code."""
+    return importlib.import_module(f"{__name__}.{args.part_name}").run(args)

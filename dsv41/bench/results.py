@@ -1,0 +1,46 @@
+"""One JSON line a measurement, with where it was taken."""
+
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment() -> dict[str, str]:
+    """Device, versions and commit of this run."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {_cpu_name()}"
+    return {
+        "device": device,
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+    }
+
+
+def append(path: str | Path, rows: list[dict[str, Any]]) -> None:
+    """Append measurements to a JSON-lines file, each with `environment`."""
+    here = environment()
+    with Path(path).open("a") as file:
+        for row in rows:
+            file.write(json.dumps({**row, **here}) + "\n")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    root = Path(__file__).parents[2]
+    try:
+        git = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
