@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
@@ -37,11 +39,15 @@ def optimum(w: np.ndarray, slots: int, ranks: int, seconds: float = 20.0) -> tup
     integral[peak] = 0
     upper = np.ones(peak + 1)
     upper[peak] = np.inf
+    low: Any = np.array([r[2] for r in rows])  # SciPy's annotations know only scalars here
+    high: Any = np.array([r[3] for r in rows])
+    ends: Any = (np.zeros(peak + 1), upper)
+    constraints, bounds = LinearConstraint(matrix, low, high), Bounds(*ends)
     result = milp(
         cost,
-        constraints=LinearConstraint(matrix, [r[2] for r in rows], [r[3] for r in rows]),
+        constraints=constraints,
         integrality=integral,
-        bounds=Bounds(np.zeros(peak + 1), upper),
+        bounds=bounds,
         options={"time_limit": seconds, "mip_rel_gap": 1e-4},
     )
     return float(result.fun), float(result.mip_dual_bound)

@@ -27,6 +27,8 @@ from dsv41.eplb import (
     transfer,
     water_fill,
 )
+from dsv41.eplb._flow import Flow
+from dsv41.eplb.repair import _Search
 
 quick = settings(deadline=None, max_examples=50)
 
@@ -129,6 +131,28 @@ def test_drift_moves_few_experts(ranks: int, size: float, most: float) -> None:
 
 @quick
 @given(problems(spare=True), st.integers(0, 99))
+def test_the_search_keeps_its_books(problem: tuple[np.ndarray, int, int], seed: int) -> None:
+    w, slots, ranks = problem
+    old = rebalance_experts(w, slots, 1, 1, ranks)[0]
+    search = _Search(drift(w, seed), old, ranks, None)
+    search.run(1.0)
+    flow = search.flow
+    sums = np.zeros(w.shape)
+    np.add.at(sums, (np.arange(len(w))[:, None], flow.p2l), flow.x[:, :-1])
+    np.testing.assert_allclose(sums, flow.w, rtol=1e-9, atol=1e-9 * flow.w.max())
+    totals = flow.x[:, :-1].reshape(len(w), ranks, -1).sum(-1)
+    np.testing.assert_allclose(flow.load[:, :-1], totals, rtol=1e-9, atol=1e-9 * flow.w.max())
+    fresh = Flow(flow.w, flow.p2l, ranks)
+    for name in ("counts", "width", "main"):
+        np.testing.assert_array_equal(getattr(fresh, name), getattr(flow, name))
+    for layer in range(len(w)):
+        for g in range(ranks):  # a colour meets every rank at most once
+            here = flow.colour[layer][np.unique(flow.p2l[layer].reshape(ranks, -1)[g])]
+            assert len(np.unique(here[here >= 0])) == (here >= 0).sum()
+
+
+@quick
+@given(problems(spare=True), st.integers(0, 99))
 def test_maps_made_elsewhere_may_hold_duplicates(problem: tuple[np.ndarray, int, int], seed: int) -> None:
     w, slots, ranks = problem
     old = greedy_map(w, slots, ranks)
@@ -218,6 +242,16 @@ def test_a_stream_computes_the_same_before_during_and_after_a_reshuffle() -> Non
         h = toy.layer(h, layer, table, 1)
     assert torch.equal(h, unbalanced)
     assert torch.equal(toy.forward(x, after, 2), unbalanced)
+
+
+def test_in_memory_copies_read_before_they_write() -> None:
+    for tensor in (np.arange(3.0), torch.arange(3.0)):
+        transport = InMemory()
+        transport.copy(Move(0, 0, 0, 1, 1, 0), {"weight": tensor})
+        transport.copy(Move(0, 1, 1, 0, 0, 1), {"weight": tensor})
+        assert tensor.tolist() == [0, 1, 2]
+        transport.flush()
+        assert tensor.tolist() == [1, 0, 2]
 
 
 def test_every_prefix_of_the_moves_serves_the_same_model() -> None:
