@@ -170,6 +170,11 @@ def test_runs_of_an_even_table_hit_every_copy_equally(copies: int) -> None:
             assert (np.bincount(run, minlength=copies) == k).all()
 
 
+def test_table_of_three_quarters_and_one() -> None:
+    p2l = np.zeros((1, 2), np.int64)
+    assert to_table(np.array([[0.75, 0.25]]), p2l, 1, 8)[0, 0].tolist() == [0, 0, 1, 0, 0, 0, 1, 0]
+
+
 def test_runs_of_an_uneven_table_stay_close_to_the_shares() -> None:
     p2l = np.zeros((1, 3), np.int64)
     shares = np.array([[0.5, 0.3, 0.2]])
