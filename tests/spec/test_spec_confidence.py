@@ -71,11 +71,11 @@ def test_calibration_json_and_refusals():
 
 def test_fit_refuses_what_would_mislead_it():
     logits, accepted = blocks((1.0, 1.0), n=100)
-    with pytest.raises(ValueError, match=r"blocks verified whole \(2 drafts\), got '1 trimmed blocks'"):
+    with pytest.raises(ValueError, match=r"blocks verified whole \(2 drafts\), got 1 trimmed blocks"):
         fit_calibration(logits, accepted, offered=np.array([2] * 99 + [1]))
     with pytest.raises(ValueError, match="accepted: \\[100\\] from 0 to 2"):
         fit_calibration(logits, accepted + 1)
-    with pytest.raises(ValueError, match="finite logits, got '1 that are not'"):
+    with pytest.raises(ValueError, match="finite logits, got 1 that are not"):
         fit_calibration(np.where(np.arange(200).reshape(100, 2) == 7, np.nan, logits), accepted)
     with pytest.raises(ValueError, match="not empty"):
         fit_calibration(np.zeros((0, 5)), np.zeros(0))

@@ -184,7 +184,7 @@ def test_sample_tokens_refusals_and_rows_without_a_law():
     }
     logits = torch.tensor([[0.0, 1.0], [float("nan"), 1.0]])
     assert sample_tokens(logits, **call)[1] == -1
-    with pytest.raises(ValueError, match="sample_tokens: expected stream: one of draft, emit, got 'accept'"):
+    with pytest.raises(ValueError, match="sample_tokens: expected stream: one of draft, emit, got accept"):
         sample_tokens(logits, **call, stream="accept")
     with pytest.raises(ValueError, match=r"sample_tokens: expected columns: \[2\] int32\|int64"):
         sample_tokens(logits, **call, columns=torch.ones(3, dtype=torch.int32))

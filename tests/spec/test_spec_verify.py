@@ -415,7 +415,7 @@ def test_verification_never_waits_for_the_device():
         ({"top_p": torch.ones(3, dtype=torch.float64)}, "top_p: [3] float32"),
         ({"bitmask": torch.zeros(9, 0, dtype=torch.int32)}, "bitmask: at least 1 words for 8 tokens"),
         ({"bitmask": torch.zeros(3, 1, dtype=torch.int32)}, "bitmask: [9, *] int32"),
-        ({"mode": "typical"}, "mode: one of chain, block, coupled, got 'typical'"),
+        ({"mode": "typical"}, "mode: one of chain, block, coupled, got typical"),
     ],
 )
 def test_refusals(change, message):
