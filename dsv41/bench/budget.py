@@ -212,7 +212,7 @@ def _joint(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     print(f"{'sd':>8} {'own, then max':>14} {'and filled':>11} {'together':>10}")
     for spread in (0, 15, 30):
         rng = np.random.default_rng([args.seed, spread])
-        names = ("fixed", "own", "filled", "joint")
+        names: list[str] = ["fixed", "own", "filled", "joint"]
         tokens, seconds = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
         for _ in range(4 * args.batches):
             sizes = np.maximum(1, np.rint(rng.normal(mean, spread, ranks)).astype(int))

@@ -2,6 +2,7 @@
 
 import doctest
 import pathlib
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from dsv41.ops.verify import api
 def calls():
     """Every op with every optional argument, as (name, thunk)."""
     rows, vocab, one = 3, 40, torch.arange(3)
-    keys = {"seeds": one, "uids": one, "positions": one, "temperature": torch.ones(rows)}
-    law = {"top_k": one.int(), "top_p": torch.full((rows,), 0.9)}
+    keys: dict[str, Any] = {"seeds": one, "uids": one, "positions": one, "temperature": torch.ones(rows)}
+    law: dict[str, Any] = {"top_k": one.int(), "top_p": torch.full((rows,), 0.9)}
     cu = torch.tensor([0, 3, 6, 9], dtype=torch.int32)
     drafts = torch.randint(0, vocab, (rows, 2))
-    full = {
+    full: dict[str, Any] = {
         "draft_logits": torch.randn(rows, 2, vocab),
         "bitmask": torch.full((9, 2), -1, dtype=torch.int32),
         **law,
