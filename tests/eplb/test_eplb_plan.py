@@ -13,6 +13,7 @@ from eplb_cases import KINDS, make_loads, plain_greedy, problems
 from eplb_exact import optimum
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
 
 from dsv41.bench.eplb import LOADS, drifted, probabilities, window_counts
 from dsv41.eplb import (
@@ -25,6 +26,7 @@ from dsv41.eplb import (
     rank_loads,
     rebalance_experts,
 )
+from dsv41.eplb._relabel import align
 
 quick = settings(deadline=None, max_examples=60)
 
@@ -240,6 +242,21 @@ def test_relabelling_keeps_a_fifth_of_a_new_plan() -> None:
     w = window_counts(drifted(p, 0.1, rng), 64, rng)
     new = rebalance_experts(w, 448, 1, 1, 64, previous=old)[0]
     assert count_transfers(old, new, 64).mean() <= 0.82 * 448
+
+
+def test_relabelling_is_pairwise_optimal_and_near_the_exact_assignment() -> None:
+    rng = np.random.default_rng(0)
+    new, old = rng.integers(0, 40, (2, 6, 16, 5))
+    choice = align(new, old, 40)
+    for layer in range(6):
+        sets = [[set(rank) for rank in slots[layer].tolist()] for slots in (old, new)]
+        overlap = np.array([[len(a & b) for b in sets[1]] for a in sets[0]])
+        assert sorted(choice[layer]) == list(range(16))
+        table = overlap[:, choice[layer]]
+        own = np.diag(table)
+        assert (table + table.T <= own[:, None] + own[None]).all()
+        exact = overlap[linear_sum_assignment(overlap, maximize=True)].sum()
+        assert 0.9 * exact <= own.sum() <= exact
 
 
 def test_budget_is_a_repair() -> None:
