@@ -59,21 +59,17 @@ def check_tensor(
 
     The last dimension must always be contiguous; ``contiguous`` asks it of the whole tensor.
     """
-    kinds = "|".join(str(d).removeprefix("torch.") for d in dtypes)
-    spelled = ", ".join("*" if s is None else str(s) for s in shape)
-    good = (
-        isinstance(x, torch.Tensor)
-        and x.dim() == len(shape)
-        and all(s is None or s == n for s, n in zip(shape, x.shape, strict=True))
-        and x.dtype in dtypes
-    )
-    check(good, name, f"{label}: [{spelled}] {kinds}", x)
-    if like is not None:
-        check(x.device == like.device, name, f"{label} on {like.device}", f"{x.device}")
-    if contiguous:
-        check(x.is_contiguous(), name, f"{label}: contiguous", f"strides {tuple(x.stride())}")
-    elif x.dim() and x.shape[-1] > 1 and x.numel():
-        check(x.stride(-1) == 1, name, f"{label}: last dimension contiguous", f"strides {tuple(x.stride())}")
+    good = isinstance(x, torch.Tensor) and x.dim() == len(shape) and x.dtype in dtypes
+    if not (good and all(s is None or s == n for s, n in zip(shape, x.shape, strict=True))):
+        kinds = "|".join(str(d).removeprefix("torch.") for d in dtypes)
+        spelled = ", ".join("*" if s is None else str(s) for s in shape)
+        check(False, name, f"{label}: [{spelled}] {kinds}", x)
+    if like is not None and x.device != like.device:
+        check(False, name, f"{label} on {like.device}", f"{x.device}")
+    if contiguous and not x.is_contiguous():
+        check(False, name, f"{label}: contiguous", f"strides {tuple(x.stride())}")
+    if x.dim() and x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel():
+        check(False, name, f"{label}: last dimension contiguous", f"strides {tuple(x.stride())}")
 
 
 def output(

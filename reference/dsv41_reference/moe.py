@@ -23,16 +23,17 @@ def mxfp4_moe(
     """Reference of ``dsv41.ops.mxfp4_moe``: a loop over the experts that have tokens."""
     assert layout == "plain", layout
     tokens, top_k = expert_ids.shape
-    rows = from_mxfp8(x, x_scale)
+    acc = accumulator()
+    rows = from_mxfp8(x, x_scale, acc)
     parts = torch.zeros((tokens, top_k, out.shape[1]), dtype=torch.bfloat16, device=x.device)
     for e in expert_ids.unique().tolist():
         if not 0 <= e < len(w13):
             continue  # -1 is none; a wrong id contributes nothing
         token, column = (expert_ids == e).nonzero(as_tuple=True)
-        gate, up = bf16(matmul(rows[token], from_mxfp4(w13[e], w13_scale[e]))).chunk(2, -1)
+        gate, up = bf16(matmul(rows[token], from_mxfp4(w13[e], w13_scale[e], acc))).chunk(2, -1)
         y = q8(bf16(swiglu(gate, up, expert_weights[token, column], limit)))
-        parts[token, column] = bf16(matmul(y, from_mxfp4(w2[e], w2_scale[e])))
-    total = torch.zeros((tokens, out.shape[1]), dtype=accumulator(), device=x.device)
+        parts[token, column] = bf16(matmul(y, from_mxfp4(w2[e], w2_scale[e], acc)))
+    total = torch.zeros((tokens, out.shape[1]), dtype=acc, device=x.device)
     for column in range(top_k):  # in top-k order, so that the sum does not depend on the expert numbering
         total += wide(parts[:, column])
     out.copy_(bf16(total if shared is None else total + wide(shared)))

@@ -15,10 +15,12 @@ multiplies one row at a time and is independent by construction, at the price of
 
 import contextlib
 import contextvars
+import sys
 from collections.abc import Iterator
 
 import torch
 
+_WIDEN_ROWS = 4096
 _state: contextvars.ContextVar[tuple[torch.dtype, bool]] = contextvars.ContextVar(
     "dsv41_reference_accumulate", default=(torch.float32, False)
 )
@@ -57,14 +59,16 @@ def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if x.dtype != torch.float64 or dtype in (torch.float32, torch.float64):
         return x.to(dtype)
-    near = x.to(torch.float32)
+    near = x.to(torch.float32).contiguous()
     if dtype != torch.bfloat16:
         return _to_odd(x, near).to(dtype)
     # Only a tie of the second rounding can be wrong, and ties are rare: mend those alone.
     out = near.to(dtype)
-    tie = (near.view(torch.int32) & 0xFFFF) == 0x8000
-    if bool(tie.any()):
-        out[tie] = _to_odd(x[tie], near[tie]).to(dtype)
+    low = near.view(torch.int16).view(-1, 2)[:, 0 if sys.byteorder == "little" else 1]
+    tie = low == -0x8000
+    if tie.numel() and bool(tie.view(torch.uint8).max()):
+        at = tie.nonzero()[:, 0]
+        out.view(-1)[at] = _to_odd(x.reshape(-1)[at], near.view(-1)[at]).to(dtype)
     return out
 
 
@@ -96,10 +100,13 @@ def matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     Returns:
         [..., rows, out] in the accumulation dtype.
     """
-    x, w = wide(x), wide(w).transpose(-1, -2)
+    x = wide(x)
     if _state.get()[1] and x.shape[-2] > 1:
-        return torch.cat([x[..., i : i + 1, :] @ w for i in range(x.shape[-2])], -2)
-    return x @ w
+        w = wide(w)
+        return torch.cat([x[..., i : i + 1, :] @ w.transpose(-1, -2) for i in range(x.shape[-2])], -2)
+    # A large weight (the head) is widened in parts: what a part takes stays in the processor's cache.
+    parts = [x @ wide(part).transpose(-1, -2) for part in w.split(_WIDEN_ROWS, -2)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:

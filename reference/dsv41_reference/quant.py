@@ -5,6 +5,8 @@ brings the block's maximum within range, by integer arithmetic. Sources: OCP MX 
 published checkpoint.
 """
 
+import functools
+
 import torch
 
 from .numerics import bf16, narrow, silu, wide
@@ -28,11 +30,35 @@ _E2M1_EDGES = (
 )
 
 
-def e8m0_decode(code: torch.Tensor) -> torch.Tensor:
-    """uint8 codes to float32: 2^(code-127); 0 is 2^-127 (not zero), 255 is NaN."""
-    code = code.to(torch.int32)
-    bits = torch.where(code == 0, 0x00400000, code << 23)
-    return torch.where(code == 255, 0x7FC00000, bits).view(torch.float32)
+@functools.cache
+def _table(name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Values of every code. Decoding through a table is several times quicker than PyTorch's casts."""
+    code = torch.arange(256, dtype=torch.int32)
+    if name == "e8m0":
+        # 0 is 2^-127, a subnormal, and 255 is NaN: both are wrong as plain exponent bits.
+        bits = torch.where(code == 0, 0x00400000, code << 23)
+        values = torch.where(code == 255, 0x7FC00000, bits).view(torch.float32)
+    elif name == "e4m3":
+        values = code.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    else:  # e2m1: both nibbles of a byte, the low one first
+        nibble = torch.tensor([*_E2M1, *(-v for v in _E2M1)])
+        values = torch.stack([nibble[code & 15], nibble[code >> 4]], 1)
+    return values.to(device, dtype)
+
+
+def _look_up(name: str, code: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    table = _table(name, code.device, dtype)
+    return table.index_select(0, code.reshape(-1).to(torch.int32)).view(*code.shape, *table.shape[1:])
+
+
+def e8m0_decode(code: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """uint8 codes to float: 2^(code-127); 0 is 2^-127 (not zero), 255 is NaN."""
+    return _look_up("e8m0", code, dtype)
+
+
+def e4m3_decode(values: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """E4M3 to float; exact."""
+    return _look_up("e4m3", values.view(torch.uint8), dtype)
 
 
 def ue8m0_code(amax: torch.Tensor, limit: float) -> torch.Tensor:
@@ -70,10 +96,9 @@ def e2m1_encode(x: torch.Tensor) -> torch.Tensor:
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 
-def e2m1_decode(code: torch.Tensor) -> torch.Tensor:
-    """4-bit codes (uint8) to float32."""
-    table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=code.device)
-    return table[code.to(torch.int32)]
+def e2m1_decode(packed: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[..., K/2] bytes of two codes, the even element in the low nibble, to float [..., K]; exact."""
+    return _look_up("e2m1", packed.view(torch.uint8), dtype).flatten(-2)
 
 
 def pack_nibbles(code: torch.Tensor) -> torch.Tensor:
@@ -99,10 +124,10 @@ def to_mxfp8(
     return e4m3_round(blocks * _power(code)[..., None]).flatten(-2), code
 
 
-def from_mxfp8(values: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
-    """E4M3 [..., K] and codes [..., K/group] to float32; exact."""
-    blocks = values.float().unflatten(-1, (code.shape[-1], -1))
-    return (blocks * e8m0_decode(code)[..., None]).flatten(-2)
+def from_mxfp8(values: torch.Tensor, code: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """E4M3 [..., K] and codes [..., K/group] to ``dtype``; exact."""
+    blocks = e4m3_decode(values, dtype).unflatten(-1, (code.shape[-1], -1))
+    return (blocks * e8m0_decode(code, dtype)[..., None]).flatten(-2)
 
 
 def to_mxfp8_tiles(w: torch.Tensor, floor: float = FLOOR_MXFP8) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,10 +138,12 @@ def to_mxfp8_tiles(w: torch.Tensor, floor: float = FLOOR_MXFP8) -> tuple[torch.T
     return values.transpose(-2, -3).flatten(-2).flatten(-3, -2), code
 
 
-def from_mxfp8_tiles(values: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
-    """E4M3 [..., out, in] and codes [..., out/32, in/32] to float32; exact."""
-    scale = e8m0_decode(code).repeat_interleave(32, -2).repeat_interleave(32, -1)
-    return values.float() * scale
+def from_mxfp8_tiles(
+    values: torch.Tensor, code: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """E4M3 [..., out, in] and codes [..., out/32, in/32] to ``dtype``; exact."""
+    tiles = e4m3_decode(values, dtype).unflatten(-1, (-1, 32)).unflatten(-3, (-1, 32))
+    return (tiles * e8m0_decode(code, dtype)[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
 
 
 def to_mxfp4(x: torch.Tensor, floor: float = FLOOR_MXFP4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,10 +153,10 @@ def to_mxfp4(x: torch.Tensor, floor: float = FLOOR_MXFP4) -> tuple[torch.Tensor,
     return pack_nibbles(e2m1_encode(blocks * _power(code)[..., None]).flatten(-2)), code
 
 
-def from_mxfp4(packed: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
-    """Packed E2M1 [..., K/2] and codes [..., K/32] to float32; exact."""
-    blocks = e2m1_decode(unpack_nibbles(packed)).unflatten(-1, (-1, 32))
-    return (blocks * e8m0_decode(code)[..., None]).flatten(-2)
+def from_mxfp4(packed: torch.Tensor, code: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Packed E2M1 [..., K/2] and codes [..., K/32] to ``dtype``; exact."""
+    blocks = e2m1_decode(packed, dtype).unflatten(-1, (-1, 32))
+    return (blocks * e8m0_decode(code, dtype)[..., None]).flatten(-2)
 
 
 def to_nvfp4(x: torch.Tensor, floor: float = FLOOR_NVFP4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,10 +169,10 @@ def to_nvfp4(x: torch.Tensor, floor: float = FLOOR_NVFP4) -> tuple[torch.Tensor,
     return pack_nibbles(e2m1_encode(blocks / scale.float()[..., None]).flatten(-2)), scale
 
 
-def from_nvfp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Packed E2M1 [..., K/2] and E4M3 scales [..., K/16] to float32; exact."""
-    blocks = e2m1_decode(unpack_nibbles(packed)).unflatten(-1, (-1, 16))
-    return (blocks * scale.float()[..., None]).flatten(-2)
+def from_nvfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Packed E2M1 [..., K/2] and E4M3 scales [..., K/16] to ``dtype``; exact."""
+    blocks = e2m1_decode(packed, dtype).unflatten(-1, (-1, 16))
+    return (blocks * e4m3_decode(scale, dtype)[..., None]).flatten(-2)
 
 
 def fold_mxfp4(packed: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -159,7 +186,7 @@ def fold_mxfp4(packed: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, 
         E4M3 [..., groups * 32], shared code uint8 [...], and exact bool [...]: lossless when the codes of the
         blocks that are not all zero spread by 14 at most and the largest is at least 7.
     """
-    values = e2m1_decode(unpack_nibbles(packed)).unflatten(-1, (-1, 32))
+    values = e2m1_decode(packed).unflatten(-1, (-1, 32))
     live = values.ne(0).any(-1)
     wide_code = code.to(torch.int32)
     top = torch.where(live, wide_code, 0).amax(-1)
