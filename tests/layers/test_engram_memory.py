@@ -401,11 +401,14 @@ class SlowStore(EngramStore):
         self.inner, self.num_rows, self.head_dim = inner, inner.num_rows, inner.head_dim
         self.go = threading.Event()
         self.threads: list[str] = []
+        self.torn = False
 
     def lookup(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         self.threads.append(threading.current_thread().name)
+        wanted = rows.clone()
         assert self.go.wait(10)
         time.sleep(0.002)
+        self.torn |= not torch.equal(wanted, rows)
         return self.inner.lookup(rows, out)
 
 
@@ -439,16 +442,20 @@ def test_prefetch_is_free_of_races(slow: dict[int, SlowStore]) -> None:
 
 
 def test_prefetch_that_nobody_waits_for(slow: dict[int, SlowStore]) -> None:
-    """A second submit does not let the first one's late reads into its buffers."""
-    for store in slow.values():
-        store.go.set()
+    """A second submit neither disturbs the first one's late reads nor lets them into its results."""
     first, second = (torch.randint(0, 1000, (8, 2, 24), dtype=torch.int32) for _ in range(2))
     with EngramPrefetcher(slow, 8, 24) as prefetch:
-        for _ in range(20):
+        for _ in range(5):
+            for store in slow.values():
+                store.go.clear()
             prefetch.submit(first)
+            timer = threading.Timer(0.02, lambda: [s.go.set() for s in slow.values()])
+            timer.start()
             prefetch.submit(second)
+            timer.join()
             for i, layer in enumerate(slow):
                 assert torch.equal(prefetch.wait(layer), slow[layer].inner.lookup(second[:, i]))
+    assert not any(store.torn for store in slow.values())
 
 
 def test_prefetch_errors(slow: dict[int, SlowStore]) -> None:
