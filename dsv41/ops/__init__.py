@@ -9,9 +9,11 @@ from .linear import block_linear, grouped_linear, linear
 from .moe import mxfp4_moe
 from .norm_rope import rms_norm, rope
 from .quant import quantize_mxfp4, quantize_mxfp8, quantize_nvfp4, swiglu_quantize
-from .route import topk_route
+from .route import physical_experts, topk_route
+from .verify import apply_token_bitmask, sample_tokens, split_budget_ragged, verify_drafts
 
 __all__ = [
+    "apply_token_bitmask",
     "block_linear",
     "compress_pairs",
     "copy_records",
@@ -26,14 +28,18 @@ __all__ = [
     "mhc_expand",
     "mhc_mixes",
     "mxfp4_moe",
+    "physical_experts",
     "quantize_mxfp4",
     "quantize_mxfp8",
     "quantize_nvfp4",
     "rms_norm",
     "rope",
+    "sample_tokens",
     "sparse_attn",
+    "split_budget_ragged",
     "swiglu_quantize",
     "topk",
     "topk_route",
+    "verify_drafts",
     "write_cache",
 ]

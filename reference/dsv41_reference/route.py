@@ -29,3 +29,28 @@ def topk_route(
     a = a.gather(1, chosen)
     ids.copy_(chosen)
     weights.copy_(narrow(a / (a.sum(-1, keepdim=True) + 1e-20) * scale, weights.dtype))
+
+
+def mix(source: int, expert: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """uint32 hash of (source, expert, step), held in int64: where a source starts in an expert's table."""
+    full = 0xFFFFFFFF
+    x = (source * 0x9E3779B1 + expert.long() * 0x85EBCA77 + step * 0xC2B2AE3D) & full
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & full
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & full
+    return x ^ (x >> 16)
+
+
+def physical_experts(
+    expert_ids: torch.Tensor, table: torch.Tensor, source: int, step: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Reference of ``dsv41.ops.physical_experts``."""
+    flat = expert_ids.flatten()
+    valid = (flat >= 0) & (flat < table.shape[0])
+    expert = torch.where(valid, flat, 0)
+    order = flat.argsort(stable=True)
+    ordered = flat[order].contiguous()
+    earlier = torch.empty_like(flat, dtype=torch.int64)
+    rank = torch.arange(len(flat), device=flat.device)
+    earlier[order] = rank - torch.searchsorted(ordered, ordered)
+    slot = table[expert, (earlier + mix(source, expert, step)) & (table.shape[1] - 1)]
+    out.copy_(torch.where(valid, slot, -1).view_as(out))

@@ -1,3 +1,3 @@
-from .api import topk_route
+from .api import physical_experts, topk_route
 
-__all__ = ["topk_route"]
+__all__ = ["physical_experts", "topk_route"]

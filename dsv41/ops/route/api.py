@@ -2,12 +2,18 @@
 
 import torch
 
-from ..._op import Op, check, check_tensor, output
+from ..._op import Op, check, check_tensor, check_values, output
 
 _ROUTE = Op(
     "topk_route(Tensor logits, Tensor bias, Tensor? image_bias, Tensor? image, float temperature, float scale,"
     " Tensor(a!) ids, Tensor(b!) weights) -> ()",
     reference="dsv41_reference.route:topk_route",
+    package=__package__,
+)
+
+_PHYSICAL = Op(
+    "physical_experts(Tensor expert_ids, Tensor table, int source, Tensor step, Tensor(a!) out) -> ()",
+    reference="dsv41_reference.route:physical_experts",
     package=__package__,
 )
 
@@ -60,4 +66,51 @@ def topk_route(
         output(name, given[1], (tokens, top_k), torch.float32, logits, "out weights"),
     )
     _ROUTE(logits, bias, image_bias, image, temperature, scale, *out)
+    return out
+
+
+def physical_experts(
+    expert_ids: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    source: int,
+    step: torch.Tensor | int = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The copy that serves each routed pair: logical experts to physical slots.
+
+        out[t, j] = table[e, (k + mix(source, e, step)) & (entries - 1)],   e = expert_ids[t, j]
+        k = number of pairs before (t, j), in row-major order of this call, with the same expert
+
+    ``mix`` is the uint32 hash of `dsv41.eplb.dispatch`, which is the same function over NumPy.
+
+    Args:
+        expert_ids: [num_tokens, top_k] int32, logical experts; below 0 means none.
+        table: [num_experts, entries] int16 slots, entries a power of two: a layer of `dsv41.eplb.to_table`.
+        source: rank of the sender, 0 or more.
+        step: number of the step, 0 or more; a [1] int64 tensor on the device where a graph is captured.
+        out: [num_tokens, top_k] int32 to write into.
+
+    Returns:
+        [num_tokens, top_k] int32; -1 where the id is below 0 or no expert of the table.
+
+    Contract: no host sync unless DSV41_CHECK=1; graph-safe; integer arithmetic only; the same bits on every run.
+    Reference: dsv41_reference.route.physical_experts
+    """
+    name = "physical_experts"
+    check_tensor(name, "expert_ids", expert_ids, (None, None), torch.int32)
+    check_tensor(name, "table", table, (None, None), torch.int16, like=expert_ids)
+    entries = table.shape[1]
+    power = entries > 0 and entries & (entries - 1) == 0
+    check(power, name, "table: [num_experts, entries], entries a power of two", table)
+    check(source >= 0, name, "source: 0 or more", source)
+    if isinstance(step, int):
+        check(step >= 0, name, "step: 0 or more", step)
+        step = torch.full((1,), step, dtype=torch.int64, device=expert_ids.device)
+    check_tensor(name, "step", step, (1,), torch.int64, like=expert_ids)
+    if check_values() and expert_ids.numel():
+        high = int(expert_ids.max())
+        check(high < table.shape[0], name, f"expert_ids: below {table.shape[0]}", high)
+    out = output(name, out, tuple(expert_ids.shape), torch.int32, expert_ids)
+    _PHYSICAL(expert_ids, table, source, step, out)
     return out
