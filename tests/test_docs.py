@@ -1,0 +1,39 @@
+"""What the documents say is true: their examples run, their generated parts are fresh, their links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv41.support import refresh
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_examples_run(page: Path) -> None:
+    names: dict[str, object] = {"__name__": page.stem}
+    torch.manual_seed(0)
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.S | re.M):
+        if ">>>" not in block:  # sessions are doctests, run by their own tests
+            exec(compile(block, str(page), "exec"), names)
+    assert page.read_text("utf-8").strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text("utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_support_table_is_fresh() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert refresh(text) == text, "run python -m dsv41.support"
+
+
+def test_the_cpu_example_has_twenty_lines_at_most() -> None:
+    block = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.S | re.M)[0]
+    assert len([line for line in block.splitlines() if line.strip()]) <= 20
