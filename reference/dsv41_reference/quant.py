@@ -48,7 +48,7 @@ def _table(name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 
 def _look_up(name: str, code: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     table = _table(name, code.device, dtype)
-    return table.index_select(0, code.reshape(-1).to(torch.int32)).view(*code.shape, *table.shape[1:])
+    return table.index_select(0, code.reshape(-1).to(torch.int32)).view((*code.shape, *table.shape[1:]))
 
 
 def e8m0_decode(code: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
