@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from dsv41_reference import accumulate
+from dsv41_reference import accumulate, keep_weights
 from dsv41_reference.model import V41Reference
 
 from .cache import page_slots
@@ -32,7 +32,7 @@ CHUNKS = (1, 511, 512, 300, 213, 640)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `demo`."""
     parser.add_argument("text", nargs="?", help="a UTF-8 text file; an English and Chinese passage by default")
-    parser.add_argument("--tokens", type=int, default=3100, help="prompt tokens, at most (default 3100)")
+    parser.add_argument("--tokens", type=int, default=3000, help="prompt tokens, at most (default 3000)")
     parser.add_argument("--decode", type=int, default=64, help="tokens decoded after the prompt (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic weights")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -172,7 +172,7 @@ def stages(args: argparse.Namespace, report: Report, folder: Path) -> None:
 
     # Every fourth row's logits and all of the last chunk's; every row's cache records are compared below.
     checked = torch.tensor(sorted({*range(0, count, 4), count - 1}))
-    with accumulate(torch.float64):
+    with accumulate(torch.float64), keep_weights():
         state = V41State.allocate(cfg, 1, count + args.decode)
         logits, start, turn = [], 0, 0
         while start < count:

@@ -4,6 +4,6 @@ Imports torch only, never ``dsv41``. Used as the CPU implementation of ``dsv41.o
 kernel tests, and as the executable definition in the documentation.
 """
 
-from .numerics import accumulate
+from .numerics import accumulate, keep_weights
 
-__all__ = ["accumulate"]
+__all__ = ["accumulate", "keep_weights"]

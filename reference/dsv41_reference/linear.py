@@ -2,7 +2,7 @@
 
 import torch
 
-from .numerics import accumulator, bf16, matmul, narrow
+from .numerics import accumulator, bf16, matmul, narrow, weight
 from .quant import from_mxfp8, from_mxfp8_tiles
 
 
@@ -10,16 +10,14 @@ def block_linear(
     x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Reference of ``dsv41.ops.block_linear``."""
-    out.copy_(
-        bf16(matmul(from_mxfp8(x, x_scale, accumulator()), from_mxfp8_tiles(w, w_scale, accumulator())))
-    )
+    out.copy_(bf16(matmul(from_mxfp8(x, x_scale, accumulator()), weight(from_mxfp8_tiles, w, w_scale))))
 
 
 def grouped_linear(x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor) -> None:
     """Reference of ``dsv41.ops.grouped_linear``."""
     groups = x.shape[1]
-    weight = from_mxfp8_tiles(w, w_scale, accumulator()).unflatten(0, (groups, -1))
-    out.copy_(bf16(matmul(x.transpose(0, 1), weight)).transpose(0, 1))
+    stacked = weight(from_mxfp8_tiles, w, w_scale).unflatten(0, (groups, -1))
+    out.copy_(bf16(matmul(x.transpose(0, 1), stacked)).transpose(0, 1))
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from .numerics import accumulator, bf16, matmul, wide
+from .numerics import accumulator, bf16, matmul, weight, wide
 from .quant import from_mxfp4, from_mxfp8, q8, swiglu
 
 
@@ -30,9 +30,9 @@ def mxfp4_moe(
         if not 0 <= e < len(w13):
             continue  # -1 is none; a wrong id contributes nothing
         token, column = (expert_ids == e).nonzero(as_tuple=True)
-        gate, up = bf16(matmul(rows[token], from_mxfp4(w13[e], w13_scale[e], acc))).chunk(2, -1)
+        gate, up = bf16(matmul(rows[token], weight(from_mxfp4, w13[e], w13_scale[e]))).chunk(2, -1)
         y = q8(bf16(swiglu(gate, up, expert_weights[token, column], limit)))
-        parts[token, column] = bf16(matmul(y, from_mxfp4(w2[e], w2_scale[e], acc)))
+        parts[token, column] = bf16(matmul(y, weight(from_mxfp4, w2[e], w2_scale[e])))
     total = torch.zeros((tokens, out.shape[1]), dtype=acc, device=x.device)
     for column in range(top_k):  # in top-k order, so that the sum does not depend on the expert numbering
         total += wide(parts[:, column])
