@@ -12,6 +12,26 @@ from .linear import Weight, frozen
 from .moe import MoE
 
 
+def embed_streams(
+    tokens: torch.Tensor, weight: torch.Tensor, num_streams: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What enters the first layer: equal streams, and the pre-mix that takes the first of them.
+
+    Args:
+        tokens: [num_tokens] int ids; one out of range gives a row of zeros.
+        weight: [vocab_size, hidden] bf16.
+        num_streams: copies.
+
+    Returns:
+        [num_tokens, num_streams, hidden] bf16 and [num_tokens, num_streams] f32.
+    """
+    known = (tokens >= 0) & (tokens < weight.shape[0])
+    e = torch.where(known[:, None], weight[torch.where(known, tokens, 0).long()], 0)
+    pre = torch.zeros((tokens.shape[0], num_streams), device=tokens.device)
+    pre[:, 0] = 1
+    return e[:, None].expand(-1, num_streams, -1).contiguous(), pre
+
+
 class Block(nn.Module):
     """Backbone layer or drafter stage. Parameters ``hc_*`` are the mHC mixes of its two sub-layers."""
 

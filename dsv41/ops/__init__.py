@@ -2,6 +2,7 @@
 
 from .attn import sparse_attn
 from .compress import compress_pairs, copy_records, write_cache
+from .draft import markov_bias
 from .engram import engram_gate, engram_hash, engram_lookup
 from .hyper import mhc_collapse, mhc_expand, mhc_mixes
 from .index import index_query, index_topk, topk
@@ -24,6 +25,7 @@ __all__ = [
     "index_query",
     "index_topk",
     "linear",
+    "markov_bias",
     "mhc_collapse",
     "mhc_expand",
     "mhc_mixes",

@@ -10,6 +10,11 @@ from .dense import Scope, Table, expect
 from .numerics import matmul, wide
 
 
+def markov_bias(logits: torch.Tensor, embeds: torch.Tensor, weight: torch.Tensor) -> None:
+    """Reference of ``dsv41.ops.markov_bias``."""
+    logits.copy_((wide(logits) + matmul(embeds, weight)).float())
+
+
 class V41ReferenceDraft:
     """Stages ``mtp.*`` with the Markov and confidence heads; embedding and output head are the target's.
 

@@ -1,0 +1,5 @@
+"""Heads of the drafter."""
+
+from .api import DraftBlock, markov_bias
+
+__all__ = ["DraftBlock", "markov_bias"]
