@@ -312,7 +312,7 @@ QUANTIZERS = {"mxfp8": (quantize_mxfp8, 32), "mxfp4": (quantize_mxfp4, 32), "nvf
 
 @pytest.mark.parametrize("kind", QUANTIZERS)
 def test_saturation(kind: str) -> None:
-    """An infinity ends at the largest code, its sign kept, under a finite scale; so do values past the format."""
+    """Infinity ends at the largest code under a finite scale, its sign kept; so do values past the format."""
     quantize, block = QUANTIZERS[kind]
     x = torch.zeros(block)
     x[0], x[1], x[2] = math.inf, -math.inf, 1.0
