@@ -111,26 +111,43 @@ class Attention(nn.Module):
         self.compressor = Compressor(cfg, self.ratio) if owns else None
         self.indexer = Indexer(cfg, owns) if backbone and layer in cfg.index_sources else None
 
+    def write_window(
+        self, hq: MXFP8, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: PagedKV
+    ) -> None:
+        """Store the window records of rows at ``slots`` [num_tokens] int32; -1 stores nothing."""
+        kv, weight = self.wkv(hq), self.kv_norm.weight
+        write_cache(kv, cos, sin, slots, cache, norm_weight=weight, eps=self.cfg.norm_eps)
+
+    def queries(self, hq: MXFP8, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, MXFP8]:
+        """Rotated queries [num_tokens, num_heads, head_dim] bf16, and their low-rank input."""
+        cfg = self.cfg
+        qr = quantize_mxfp8(rms_norm(self.wq_a(hq), self.q_norm.weight, eps=cfg.norm_eps))
+        q = self.wq_b(qr).unflatten(1, (cfg.num_heads, cfg.head_dim))
+        return rope(q, cos, sin, out=q), qr
+
     def write(self, h: torch.Tensor, hq: MXFP8, step: Step, state: V41State, shared: Selection) -> PagedKV:
         """Write this layer's caches for all rows of the step; returns the window cache to attend.
 
         Compressed entries of the chunk are written before any of its queries attends.
         """
-        cfg, ring = self.cfg, state.windows[self.layer]
+        window = self.fill_window(hq, step, state, shared)
+        self.write_entries(h, step, state)
+        return window
+
+    def fill_window(self, hq: MXFP8, step: Step, state: V41State, shared: Selection) -> PagedKV:
+        """Write the window records of the step; returns the window cache to attend."""
+        ring = state.windows[self.layer]
         window = shared.window(step, ring)
         if step.fill is not None:
             copy_records(ring, step.fill[0], window, step.fill[1])
-        write_cache(
-            self.wkv(hq),
-            step.cos[self.ratio],
-            step.sin[self.ratio],
-            step.window_slots,
-            window,
-            norm_weight=self.kv_norm.weight,
-            eps=cfg.norm_eps,
-        )
+        self.write_window(hq, step.cos[self.ratio], step.sin[self.ratio], step.window_slots, window)
         if step.keep is not None:
             copy_records(window, step.keep[0], ring, step.keep[1])
+        return window
+
+    def write_entries(self, h: torch.Tensor, step: Step, state: V41State) -> None:
+        """Write the compressed entries and index keys of the step, where the layer owns such caches."""
+        cfg = self.cfg
         if self.compressor is not None and self.indexer is not None:
             latent = self.compressor(h, step, state.carry.get(self.layer))
             at = (step.entry_cos[self.ratio], step.entry_sin[self.ratio], step.entry_slots[self.ratio])
@@ -138,7 +155,6 @@ class Attention(nn.Module):
             key = linear(latent, self.indexer.wk.weight)
             keys, weight = state.index_keys[self.layer], self.indexer.k_norm.weight
             write_cache(key, *at, keys, norm_weight=weight, eps=cfg.norm_eps)
-        return window
 
     def select(self, h: torch.Tensor, qr: MXFP8, step: Step, state: V41State, shared: Selection) -> None:
         """Choose entries for the rows of the step and publish them."""
@@ -170,18 +186,19 @@ class Attention(nn.Module):
         """Attention of the rows of the step: h [num_tokens, hidden] bf16 to [num_tokens, hidden] bf16."""
         cfg = self.cfg
         cos, sin = step.cos[self.ratio], step.sin[self.ratio]
-        qr = quantize_mxfp8(rms_norm(self.wq_a(hq), self.q_norm.weight, eps=cfg.norm_eps))
-        q = self.wq_b(qr).unflatten(1, (cfg.num_heads, cfg.head_dim))
-        rope(q, cos, sin, out=q)
+        q, qr = self.queries(hq, cos, sin)
         if self.indexer is not None:
             self.select(h, qr, step, state, shared)
         compressed = (state.compressed[self.source], shared.selected) if self.ratio else (None, None)
         o, _ = sparse_attn(q, window, step.window_ids, *compressed, scale=cfg.softmax_scale, sink=self.attn_sink)
-        rope(o, cos, sin, inverse=True, out=o)
-        return self.project(o)
+        return self.project(o, cos, sin)
 
-    def project(self, o: torch.Tensor) -> torch.Tensor:
-        """Grouped output projection: o [num_tokens, num_heads, head_dim] bf16 to [num_tokens, hidden] bf16."""
+    def project(self, o: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Inverse RoPE, in place, and grouped output projection.
+
+        o [num_tokens, num_heads, head_dim] bf16 to [num_tokens, hidden] bf16.
+        """
+        rope(o, cos, sin, inverse=True, out=o)
         grouped = o.flatten(1).unflatten(1, (self.cfg.o_groups, -1))
         return self.wo_b(grouped_linear(grouped, self.wo_a.mxfp8).flatten(1))
 

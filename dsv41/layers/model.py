@@ -1,7 +1,7 @@
 """V4.1-Flash: embeddings, blocks and head over caches that the caller owns."""
 
 import functools
-
+import itertools
 
 import torch
 from torch import nn
@@ -10,9 +10,11 @@ from .._op import check, check_tensor, check_values
 from ..config import V41FlashConfig
 from ..ops import engram_gate, engram_hash, linear, mhc_collapse, rms_norm
 from .attention import Selection
-from .block import Block
+from .block import Block, embed_streams
+from .draft import Drafter
 from .engram import EngramSpec, EngramStore, TokenMap, append_ids, dead_tokens, lookback_ids
 from .linear import BlockLinear, Weight, frozen
+from .replayed import Replay, ReplayedForward, check_replay
 from .state import Step, V41State, plan_step
 
 
@@ -57,12 +59,13 @@ class V41Flash(nn.Module):
     `V41State`. Modules allocate no caches, look up no process group and never synchronise with the device.
     """
 
-    def __init__(self, cfg: V41FlashConfig, token_map: TokenMap | None = None):
+    def __init__(self, cfg: V41FlashConfig, token_map: TokenMap | None = None, *, drafter: bool = False):
         """Build with uninitialised parameters (use ``with torch.device(...)`` to say where).
 
         Args:
             cfg: model constants.
             token_map: classes of token ids for Engram; `weights.load` needs none, `forward` does.
+            drafter: also build ``mtp``, the `Drafter`; its tensors are skipped otherwise.
         """
         super().__init__()
         self.cfg = cfg
@@ -70,6 +73,7 @@ class V41Flash(nn.Module):
         self.layers = nn.ModuleList(Layer(cfg, i) for i in range(cfg.num_layers))
         self.norm = Weight(cfg.hidden)
         self.head = Weight(cfg.vocab_size, cfg.hidden)
+        self.mtp = Drafter(cfg, self.embed, self.head) if drafter else None
         with torch.device("cpu"):  # constants have values, also when parameters are built on "meta"
             self.engram_spec = EngramSpec.from_config(cfg)
         self.token_map: TokenMap | None = None
@@ -116,6 +120,7 @@ class V41Flash(nn.Module):
         max_len: int | None = None,
         rows: torch.Tensor | None = None,
         draft_inputs: torch.Tensor | None = None,
+        replay: Replay | None = None,
     ) -> torch.Tensor:
         """Process new tokens of every request and return logits.
 
@@ -126,20 +131,30 @@ class V41Flash(nn.Module):
             cu_seqlens: [num_requests + 1] int32, first row of each request of the state (a request may have
                 none); rows past the last are padding. None when the state has one request.
             max_len: bound on the rows of one request; None is the exact value on a CPU and num_tokens elsewhere.
-            rows: [n] int64, which rows' logits are wanted; None is all of them.
+            rows: [n] int64, which rows' logits are wanted; None is all of them. Under a replay plan they count
+                its kept rows, as ``plan.logits_row`` does.
             draft_inputs: [num_tokens, num_targets * hidden] bf16 to write the drafter's inputs into, or None.
+            replay: bounded replay, a `dsv41.replay.device.DevicePlan` of exactly these rows (no padding rows):
+                the decoder layers run on the plan's rows only. None runs every row in every layer.
 
         Returns:
-            [n, vocab_size] f32.
+            [n, vocab_size] f32; without ``rows``, of every row of the step, or of the plan's kept rows.
 
         Under DSV41_CHECK=1 token ids, positions and room are checked before anything is written; otherwise a
         token out of range is a row of zeros and an entry that no page holds is not stored.
         """
         with torch.no_grad():
             cu_seqlens, max_len = self._check(tokens, positions, state, cu_seqlens, max_len, rows, draft_inputs)
-            step = plan_step(state, positions, cu_seqlens, max_len)
+            if replay is not None:
+                check_replay(self.cfg, replay, len(tokens))
+            floors = None if replay is None else replay.encoder_floor
+            step = plan_step(state, positions, cu_seqlens, max_len, floors)
             x, pre = self.embed_streams(tokens)
-            x, pre = self.run(x, pre, tokens, step, state, cu_seqlens, draft_inputs)
+            if replay is None:
+                x, pre = self.run(x, pre, tokens, step, state, cu_seqlens, draft_inputs)
+            else:
+                parts = ReplayedForward(self, replay, tokens, step, state, cu_seqlens, draft_inputs)
+                x, pre = parts.run(x, pre)
             self.commit(tokens, step, state, cu_seqlens)
             if rows is not None:
                 x, pre = x[rows], pre[rows]
@@ -147,13 +162,7 @@ class V41Flash(nn.Module):
 
     def embed_streams(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Streams [num_tokens, streams, hidden] bf16, all equal, and the one-hot pre-mix of the first sub-layer."""
-        cfg = self.cfg
-        known = (tokens >= 0) & (tokens < cfg.vocab_size)
-        e = torch.where(known[:, None], self.embed.weight[torch.where(known, tokens, 0).long()], 0)
-        x = e[:, None].expand(-1, cfg.num_streams, -1).contiguous()
-        pre = torch.zeros((tokens.shape[0], cfg.num_streams), device=tokens.device)
-        pre[:, 0] = 1
-        return x, pre
+        return embed_streams(tokens, self.embed.weight, self.cfg.num_streams)
 
     def run(
         self,
@@ -164,22 +173,30 @@ class V41Flash(nn.Module):
         state: V41State,
         cu_seqlens: torch.Tensor,
         draft_inputs: torch.Tensor | None = None,
+        num_layers: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All layers over the rows of the step."""
+        """The first ``num_layers`` layers (None: all) over the rows of the step."""
         cfg = self.cfg
         rows = self.engram_rows(tokens, step, state, cu_seqlens)
         dead, image = dead_tokens(tokens, cfg.image_token), self.image_rows(tokens)
         shared = Selection()
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(itertools.islice(self.layers, num_layers)):
             assert isinstance(layer, Layer)
-            if draft_inputs is not None and i in cfg.draft.target_layers:
-                column = cfg.draft.target_layers.index(i) * cfg.hidden
-                draft_inputs[:, column : column + cfg.hidden] = stream_mean(x)
+            self.capture(i, x, draft_inputs)
             if layer.engram is not None:
                 x = layer.engram(x, rows[:, cfg.engram.layers.index(i)], dead)
             attention = functools.partial(layer.attn, step=step, state=state, shared=shared)
             x, pre = layer(x, pre, attention, image)
         return x, pre
+
+    def capture(
+        self, layer: int, x: torch.Tensor, draft_inputs: torch.Tensor | None, rows: torch.Tensor | None = None
+    ) -> None:
+        """Put the streams that enter a target layer into ``rows`` (None: all) of ``draft_inputs``."""
+        targets, hidden = self.cfg.draft.target_layers, self.cfg.hidden
+        if draft_inputs is not None and layer in targets:
+            columns = draft_inputs.narrow(1, targets.index(layer) * hidden, hidden)
+            columns[slice(None) if rows is None else rows] = stream_mean(x)
 
     def image_rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """[num_tokens] bool: tokens that are routed with ``bias_vl``."""

@@ -185,6 +185,25 @@ class V41State:
         """Empty one request's sequence. Its pages and rings stay its own."""
         self.lens[request] = 0
 
+    def adopt(self, request: int, tokens: torch.Tensor) -> None:
+        """Continue behind a cached prefix: the next step of the request starts at position ``len(tokens)``.
+
+        Args:
+            request: whose pages in ``page_table`` already hold the prefix's compressed entries.
+            tokens: [length] ids of the prefix, of an even length; Engram looks back at the last ones.
+
+        No ring holds a window row then: pass ``forward`` a replay plan whose ``swa_start`` is the length.
+        """
+        name, length = "V41State.adopt", tokens.shape[0]
+        check(0 <= request < self.num_requests, name, f"request: 0 to {self.num_requests - 1}", request)
+        check_tensor(name, "tokens", tokens, (None,), torch.int32, torch.int64, like=self.lens)
+        even = length % 2 == 0
+        check(even, name, "an even prefix: a compressed pair must not straddle its end", length)
+        held = self.tokens.shape[1]
+        place = torch.arange(max(0, length - held), length, device=tokens.device)
+        self.tokens[request, place % held] = tokens[place].to(torch.int32)
+        self.lens[request] = length
+
 
 @dataclass(frozen=True)
 class Step:
@@ -275,7 +294,7 @@ def plan_step(
         max_len: rows of the longest request, at most. When a ring holds the window of the first row beside
             all new rows (up to ``ring - window + 1`` of them), rows are written first and rings attended;
             otherwise a workspace holds each request's last ``window - 1`` rows and the new ones.
-        floors: [num_requests] int32, lowest position whose window row may be attended; None is 0.
+        floors: [num_tokens] int32, lowest position whose window row each row may attend; None is 0.
     """
     cfg, device = state.cfg, positions.device
     tokens, requests, window = positions.shape[0], state.num_requests, cfg.window
@@ -288,7 +307,7 @@ def plan_step(
         return torch.where(condition, slots, -1).to(torch.int32)
 
     key = positions[:, None] - torch.arange(window - 1, -1, -1, dtype=torch.int32, device=device)
-    lowest = floors[owner][:, None] if floors is not None and requests else 0
+    lowest = floors[:, None] if floors is not None else 0
     attended = (key >= lowest) & (key >= 0) & live[:, None]
     ring_slot = where(live, request * ring + positions % ring)
     if max_len <= ring - window + 1 or requests == 0:

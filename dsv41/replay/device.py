@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from .plan import ReplayPlan
+from .prefill import ReplayHooks, run_prefill
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +26,7 @@ class DevicePlan:
             `plan.floor_rows(first_layer=True)`.
         row_to_request: [P] int32, -1 in padding.
         attends: [P] bool.
+        encoder_floor: [N] int32, `plan.encoder_floor_rows()`. `writes_entries`: [N] bool.
     """
 
     plan: ReplayPlan
@@ -39,6 +41,12 @@ class DevicePlan:
     first_layer_floor: torch.Tensor
     row_to_request: torch.Tensor
     attends: torch.Tensor
+    encoder_floor: torch.Tensor
+    writes_entries: torch.Tensor
+
+    def run(self, hooks: ReplayHooks) -> torch.Tensor | None:
+        """`run_prefill` of this plan; no host transfer. How a model that is given a plan runs its parts."""
+        return run_prefill(self.plan, hooks, rows=self.rows)
 
     def gather(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[N, ...] on this device -> [P, ...]; no host transfer. See `ReplayPlan.gather`."""
@@ -75,4 +83,6 @@ def to_device(plan: ReplayPlan, device: torch.device | str) -> DevicePlan:
         first_layer_floor=tensor(plan.floor_rows(first_layer=True)),
         row_to_request=tensor(plan.row_to_request()),
         attends=tensor(plan.attends),
+        encoder_floor=tensor(plan.encoder_floor_rows()),
+        writes_entries=tensor(plan.writes_entries()),
     )

@@ -56,6 +56,7 @@ class ReplayPlan:
         first_layer_floor: [R] int32, the same for the first decoder layer (lower for
             first_layer_kv="all_rows").
         encoder_floor: [R] int32, floor of every row in the encoder layers.
+        hit_end: [R] int32, compressed entries and index keys of positions below it are not written.
         dead: [R] int8, how kept rows below `swa_floor` run: 0 there are none, 1 "empty", 2 "windowed".
         first_layer_rows: int64 input rows whose window KV the first decoder layer writes (all N, or `rows`).
         logits_row: [R] int32, index into the M kept rows of the row to sample from; -1 when the step does not
@@ -76,6 +77,7 @@ class ReplayPlan:
     swa_floor: np.ndarray
     first_layer_floor: np.ndarray
     encoder_floor: np.ndarray
+    hit_end: np.ndarray
     dead: np.ndarray
     first_layer_rows: np.ndarray
     logits_row: np.ndarray
@@ -127,6 +129,22 @@ class ReplayPlan:
     @cached_property
     def _request(self) -> np.ndarray:
         return np.repeat(np.arange(len(self.seq_lens), dtype=np.int32), self.n_kept)
+
+    @cached_property
+    def first_layer_differs(self) -> bool:
+        """The first decoder layer has other window rows than the layers behind it ("all_rows")."""
+        fewer = len(self.first_layer_rows) != self.num_rows
+        return fewer or bool((self.first_layer_floor != self.swa_floor).any())
+
+    def encoder_floor_rows(self) -> np.ndarray:
+        """[N] int32, `encoder_floor` of each input row."""
+        return np.repeat(self.encoder_floor, np.diff(self.query_start_loc))
+
+    def writes_entries(self) -> np.ndarray:
+        """[N] bool, input rows whose compressed entries and index keys are written: from `hit_end` on."""
+        q_len = np.diff(self.query_start_loc)
+        first = self.seq_lens - q_len - self.query_start_loc[:-1]
+        return np.arange(self.num_input_rows) + np.repeat(first - self.hit_end, q_len) >= 0
 
     def row_to_request(self) -> np.ndarray:
         """[P] int32, request of each row; -1 for padding."""
@@ -335,7 +353,7 @@ def plan_decoder(
     """
     cfg.check_keep(geom)
     batch = spans if isinstance(spans, SpanBatch) else SpanBatch.from_spans(spans)
-    q_len, end, target, f, live, decode, keep_all = batch.table
+    q_len, end, target, f, live, hit, decode, keep_all = batch.table
     r = len(batch)
     start = end - q_len
     is_decode, known = decode != 0, target < UNKNOWN
@@ -395,6 +413,7 @@ def plan_decoder(
         swa_floor=floor32,
         first_layer_floor=floor32 if segment_kv else np.where(is_decode, np.int32(0), f32),
         encoder_floor=f32,
+        hit_end=hit.astype(np.int32),
         dead=dead,
         first_layer_rows=rows if segment_kv or whole else np.arange(n),
         logits_row=logits_row,

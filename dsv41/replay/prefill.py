@@ -24,9 +24,9 @@ class ReplayHooks:
         write_global_kv: `(boundary, plan) -> None`. The first decoder layer's cache writes: compressed entry
             and index key of all N rows, window KV of `plan.first_layer_rows`. Called before any decoder
             query.
-        decode_rows: `(kept, plan) -> [P, ...]`. The decoder layers on the kept rows, `kept` being the
-            gathered boundary. Writes window KV of the layers after the first; writes no compressed entry and
-            no index key.
+        decode_rows: `(kept, plan) -> [P, ...]`, or a tuple of such. The decoder layers on the kept rows,
+            `kept` being the gathered boundary. Writes window KV of the layers after the first (and of the
+            first too when `write_global_kv` left that out); writes no compressed entry and no index key.
     """
 
     encode_all: Callable[[ReplayPlan], tuple[Any, ...]]
@@ -43,9 +43,9 @@ def run_prefill(plan: ReplayPlan, hooks: ReplayHooks, rows: Any | None = None) -
         rows: `plan.rows` on the model's device, to save a transfer a tensor (`DevicePlan.rows`).
 
     Returns:
-        What `decode_rows` returned for the M kept rows, [M, ...], padding cut off; sample request r from row
-        `plan.logits_row[r]` when it is not -1. None when nothing was kept and nothing padded: the decoder did
-        not run.
+        What `decode_rows` returned for the M kept rows, [M, ...] each, padding cut off; sample request r from
+        row `plan.logits_row[r]` when it is not -1. None when nothing was kept and nothing padded: the decoder
+        did not run.
 
     Raises:
         ReplayConfigError: a hook returned the wrong number of rows.
@@ -56,9 +56,12 @@ def run_prefill(plan: ReplayPlan, hooks: ReplayHooks, rows: Any | None = None) -
     if plan.padded_to == 0:
         return None
     out = hooks.decode_rows(kept, plan)
-    check(
-        out.shape[0] == plan.padded_to,
-        f"decode_rows must return {plan.padded_to} rows, got {out.shape[0]}; return one row for each row it "
-        "was given",
-    )
-    return out[: plan.num_rows]
+    parts = out if isinstance(out, tuple) else (out,)
+    for part in parts:
+        check(
+            part.shape[0] == plan.padded_to,
+            f"decode_rows must return {plan.padded_to} rows, got {part.shape[0]}; return one row for each "
+            "row it was given",
+        )
+    cut = tuple(part[: plan.num_rows] for part in parts)
+    return cut if isinstance(out, tuple) else cut[0]

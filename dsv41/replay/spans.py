@@ -19,9 +19,18 @@ UNKNOWN = (
     1 << 62
 )  # an absent target_end or decoder_live_start: above every position, so it never limits anything
 _MAX_POSITION = (1 << 31) - 1  # the plan's positions are int32
-_COLUMNS = ("q_len", "end", "target_end", "swa_start", "decoder_live_start", "is_decode", "keep_all")
+_COLUMNS = (
+    "q_len",
+    "end",
+    "target_end",
+    "swa_start",
+    "decoder_live_start",
+    "hit_end",
+    "is_decode",
+    "keep_all",
+)
 _OPTIONAL = ("target_end", "decoder_live_start")
-_pack = Struct("7q").pack
+_pack = Struct(f"{len(_COLUMNS)}q").pack
 _packed = attrgetter("_packed")
 
 
@@ -41,6 +50,8 @@ class RequestSpan:
         is_decode: decode or verification rows: never dropped, no floor.
         keep_all: run every row with its true window (mask/windowed for this request), e.g. for prompt
             log-probs.
+        hit_end: H, end of a prefix hit that is being replayed: compressed entries and index keys of positions
+            below it are cached and stay as they are. Pass it with every chunk; 0 without a hit.
 
     Raises:
         ReplayConfigError: a value that is not an integer, or values that contradict each other.
@@ -53,17 +64,19 @@ class RequestSpan:
     decoder_live_start: int | None = None
     is_decode: bool = False
     keep_all: bool = False
+    hit_end: int = 0
 
     def __post_init__(self) -> None:
         target = UNKNOWN if self.target_end is None else self.target_end
         live = UNKNOWN if self.decoder_live_start is None else self.decoder_live_start
-        numbers = (self.q_len, self.end, target, self.swa_start, live)
+        numbers = (self.q_len, self.end, target, self.swa_start, live, self.hit_end)
         if (
             not type(self.q_len)
             is type(self.end)
             is type(target)
             is type(self.swa_start)
             is type(live)
+            is type(self.hit_end)
             is int
         ):
             numbers = tuple(_index(name, value) for name, value in zip(_COLUMNS, numbers, strict=False))
@@ -85,17 +98,18 @@ def _index(name: str, value: Any) -> int:
 
 
 def _contradicts(columns: Any) -> Any:
-    """Whether a span is impossible; on 7 integers and on int64 columns [7, num_requests] alike."""
-    q_len, end, target, f, live, decode, _ = columns
+    """Whether a span is impossible; on 8 integers and on int64 columns [8, num_requests] alike."""
+    q_len, end, target, f, live, hit, decode, _ = columns
     start = end - q_len
     bad = (q_len < 0) | (f < 0) | (f > start) | (end > _MAX_POSITION) | (target < end)
     bad |= (target != UNKNOWN) & ((target > _MAX_POSITION) | (decode != 0))
+    bad |= (hit != 0) & ((hit < f) | (hit > target))
     return bad | (live != UNKNOWN) & ((live < f) | (live > start))
 
 
 def _explain(at: str, columns: Sequence[int]) -> None:
     """Raise the sentence for a span that `_contradicts` found impossible."""
-    q_len, end, target, f, live, decode, _ = columns
+    q_len, end, target, f, live, hit, decode, _ = columns
     start = end - q_len
     check(q_len >= 0, f"{at}q_len must be at least 0, got {q_len}; count the request's rows in this forward")
     check(
@@ -117,6 +131,12 @@ def _explain(at: str, columns: Sequence[int]) -> None:
         check(
             target <= _MAX_POSITION, f"{at}target_end must be at most {_MAX_POSITION}, got {target}; split it"
         )
+    highest = "" if target == UNKNOWN else f"..{target}"
+    check(
+        hit == 0 or f <= hit <= target,
+        f"{at}hit_end must lie in {f}{highest} (swa_start to target_end) or be 0, got {hit}; pass the end of "
+        "the cached prefix",
+    )
     raise ReplayConfigError(
         f"{at}decoder_live_start must lie in {f}..{start}, got {live}; pass the first position of the "
         "decoder window KV that ends at the step's first row, or None"
@@ -128,7 +148,7 @@ class SpanBatch:
     """The spans of one forward as columns, in the order their rows are packed.
 
     Args:
-        table: [7, num_requests] int64, one row a field of `RequestSpan`. Not checked: build it with
+        table: [8, num_requests] int64, one row a field of `RequestSpan`. Not checked: build it with
             `from_spans` or `from_columns`.
     """
 
@@ -150,17 +170,18 @@ class SpanBatch:
         decoder_live_start: Ints | None = None,
         is_decode: Ints | None = None,
         keep_all: Ints | None = None,
+        hit_end: Ints | None = None,
     ) -> SpanBatch:
         """Columns an engine already holds; no Python object a request.
 
-        Args: as in `RequestSpan`, each [num_requests] integers (booleans for the last two); an entry of -1 in
+        Args: as in `RequestSpan`, each [num_requests] integers (booleans for the flags); an entry of -1 in
             `target_end` or `decoder_live_start` means None, and a column left out means its default.
 
         Raises:
             ReplayConfigError: a column of another length or kind, or a span that contradicts itself; the
                 sentence names the request.
         """
-        columns = (q_len, end, target_end, swa_start, decoder_live_start, is_decode, keep_all)
+        columns = (q_len, end, target_end, swa_start, decoder_live_start, hit_end, is_decode, keep_all)
         table = np.zeros((len(_COLUMNS), len(q_len)), np.int64)
         for row, name, column in zip(table, _COLUMNS, columns, strict=True):
             if column is None:

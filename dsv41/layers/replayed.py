@@ -1,0 +1,143 @@
+"""One forward under bounded replay: every row in the encoder layers, a plan's rows in the decoder layers."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from .._op import check
+from ..cache import PagedKV
+from ..config import V41FlashConfig
+from ..ops import quantize_mxfp8
+from .attention import Selection
+from .block import Block
+from .state import Step, V41State, plan_step
+
+if TYPE_CHECKING:
+    from .model import V41Flash
+
+
+class Replay(Protocol):
+    """What `V41Flash.forward` reads of a plan on the device; `dsv41.replay.device.DevicePlan` is one.
+
+    N rows of the forward, M kept rows, P >= M rows that the decoder runs on. The fields are defined there.
+    ``plan`` is the plan on the host: geometry, num_input_rows, num_rows, max_q_len, first_layer_differs.
+    """
+
+    @property
+    def plan(self) -> Any: ...
+    @property
+    def rows(self) -> torch.Tensor: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+    @property
+    def cu_seqlens_q(self) -> torch.Tensor: ...
+    @property
+    def floor(self) -> torch.Tensor: ...
+    @property
+    def attends(self) -> torch.Tensor: ...
+    @property
+    def encoder_floor(self) -> torch.Tensor: ...
+    @property
+    def writes_entries(self) -> torch.Tensor: ...
+
+    def run(self, hooks: Any) -> Any:
+        """Call the hooks in order: encode_all, write_global_kv, decode_rows on the gathered boundary."""
+        ...
+
+
+def check_replay(cfg: V41FlashConfig, replay: Replay, num_tokens: int) -> None:
+    """Refuse a plan of another geometry or batch, and a model whose decoder rows cannot be dropped."""
+    name, geometry, first = "V41Flash", replay.plan.geometry, cfg.first_decoder_layer
+    planned = (geometry.window, geometry.first_decoder_layer, geometry.num_decoder_layers)
+    ours = (cfg.window, first, cfg.num_layers - first)
+    check(planned == ours, name, f"a replay plan for window, encoder and decoder layers {ours}", planned)
+    last = max(cfg.engram.layers, default=-1)
+    check(last < first, name, f"Engram below the first decoder layer {first} for replay", last)
+    rows = replay.plan.num_input_rows
+    check(rows == num_tokens, name, f"a replay plan of {num_tokens} rows (padding rows have none)", rows)
+
+
+class ReplayedForward:
+    """The layers of one forward as the three hooks of `dsv41.replay.run_prefill`.
+
+    The decoder runs a step of its own: the batch in which every request has its kept rows only. Where the
+    first decoder layer keeps window rows of dropped rows too ("all_rows"), it attends the whole step's cache.
+    """
+
+    def __init__(
+        self,
+        model: V41Flash,
+        replay: Replay,
+        tokens: torch.Tensor,
+        step: Step,
+        state: V41State,
+        cu_seqlens: torch.Tensor,
+        draft_inputs: torch.Tensor | None,
+    ):
+        self.first = model.cfg.first_decoder_layer
+        self.model, self.replay, self.tokens, self.state = model, replay, tokens, state
+        self.cu_seqlens, self.draft_inputs = cu_seqlens, draft_inputs
+        slots = {r: torch.where(replay.writes_entries, s, -1) for r, s in step.entry_slots.items()}
+        self.step = replace(step, entry_slots=slots)
+        self.shared = Selection()
+        self.first_window: PagedKV | None = None
+
+    def layer(self, index: int) -> Block:
+        layer = self.model.layers[index]
+        assert isinstance(layer, Block)
+        return layer
+
+    def run(self, x: torch.Tensor, pre: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Streams and pre-mix of all rows at layer 0 to those of the M kept rows behind the last layer."""
+        self.x, self.pre = x, pre
+        kept = self.replay.run(self)
+        return (x[:0], pre[:0]) if kept is None else kept
+
+    def encode_all(self, plan: Any) -> tuple[torch.Tensor, ...]:
+        """Encoder layers over all rows; what crosses the boundary: streams, pre-mix, image mask."""
+        arguments = (self.tokens, self.step, self.state, self.cu_seqlens, self.draft_inputs)
+        x, pre = self.model.run(self.x, self.pre, *arguments, num_layers=self.first)
+        return x, pre, self.model.image_rows(self.tokens)
+
+    def write_global_kv(self, boundary: tuple[torch.Tensor, ...], plan: Any) -> None:
+        """The first decoder layer's entries and index keys of all rows; their window rows with "all_rows"."""
+        layer = self.layer(self.first)
+        h = layer.enter(*boundary[:2])
+        layer.attn.write_entries(h, self.step, self.state)
+        if plan.first_layer_differs:
+            self.first_window = layer.attn.fill_window(quantize_mxfp8(h), self.step, self.state, self.shared)
+
+    def decode_rows(self, kept: tuple[torch.Tensor, ...], plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decoder layers over the kept rows; writes no entry and no index key."""
+        x, pre, image = kept
+        replay = self.replay
+        positions = replay.positions.to(torch.int32)
+        step = plan_step(self.state, positions, replay.cu_seqlens_q, plan.max_q_len, replay.floor)
+        visible = {r: torch.where(replay.attends, count, 0) for r, count in step.visible.items()}
+        step = replace(step, visible=visible)
+        for i in range(self.first, self.model.cfg.num_layers):
+            layer = self.layer(i)
+            self.model.capture(i, x[: plan.num_rows], self.draft_inputs, replay.rows)
+            if i == self.first:
+                attention = functools.partial(self.attend_first, step=step)
+            else:
+                attention = functools.partial(layer.attn, step=step, state=self.state, shared=self.shared)
+            x, pre = layer(x, pre, attention, image)
+        return x, pre
+
+    def attend_first(self, h: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention of the first decoder layer: its entries are written, its window rows perhaps."""
+        attention, hq = self.layer(self.first).attn, quantize_mxfp8(h)
+        window = self.first_window
+        if window is None:
+            window = attention.fill_window(hq, step, self.state, self.shared)
+        else:
+            count = len(self.replay.rows)
+            ids = torch.full_like(step.window_ids, -1)
+            ids[:count] = self.step.window_ids[self.replay.rows]
+            step = replace(step, window_ids=torch.where(self.replay.attends[:, None], ids, -1))
+        return attention.attend(h, hq, step, self.state, self.shared, window)
