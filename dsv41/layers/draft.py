@@ -141,9 +141,9 @@ class BlockPlan:
 class Drafter(nn.ModuleList):
     """``mtp``: drafts of every request of a `V41State` that was allocated with ``drafter=True``.
 
-    After the target processed tokens, `write_context` stores what the drafter keeps of them: one window record
-    a stage and position. `forward` then drafts the tokens behind the anchor, the token that the target emitted
-    last and has not processed yet. Drafting writes nothing into the state.
+    After the target processed tokens, `write_context` stores what the drafter keeps of them: one window
+    record a stage and position. `forward` then drafts the tokens behind the anchor, the token that the target
+    emitted last and has not processed yet. Drafting writes nothing into the state.
 
     Args:
         cfg: model constants.

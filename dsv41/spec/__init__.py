@@ -1,4 +1,4 @@
-"""Confidence-scheduled speculative decoding: calibrate, budget, split, verify."""
+"""Confidence-scheduled speculative decoding: calibrate, budget, split, verify, generate."""
 
 from .accept import Accepted, accept
 from .budget import (
@@ -20,11 +20,15 @@ from .confidence import (
     survival,
 )
 from .cost import StepCost
+from .generate import DraftCounts, Generated, OracleDrafter, generate
 from .streams import Streams
 
 __all__ = [
     "Accepted",
     "Calibration",
+    "DraftCounts",
+    "Generated",
+    "OracleDrafter",
     "StaleConfidence",
     "StepCost",
     "Streams",
@@ -34,6 +38,7 @@ __all__ = [
     "expected_calibration_error",
     "first_survival",
     "fit_calibration",
+    "generate",
     "joint_tier",
     "solve_budget",
     "solve_budget_early_stop",
