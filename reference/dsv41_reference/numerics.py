@@ -97,7 +97,7 @@ def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return _to_odd(x, near).to(dtype)
     # Only a tie of the second rounding can be wrong, and ties are rare: mend those alone.
     out = near.to(dtype)
-    low = near.view(torch.int16).view(-1, 2)[:, 0 if sys.byteorder == "little" else 1]
+    low = near.view(-1).view(torch.int16).view(-1, 2)[:, 0 if sys.byteorder == "little" else 1]
     tie = low == -0x8000
     if tie.numel() and bool(tie.view(torch.uint8).max()):
         at = tie.nonzero()[:, 0]
