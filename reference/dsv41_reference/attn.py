@@ -5,36 +5,45 @@ import torch
 from .cache import read_rows
 from .numerics import bf16, matmul, narrow, wide
 
-_BLOCK = (
-    64  # queries attended at a time: they share one dense product over the records that any of them reads
-)
+# Queries attended at a time share one dense product over the records that any of them reads: more of them waste
+# products, fewer waste calls.
+_BLOCK = 16
 
 
-def _gather(
+def read_selected(
     pages: torch.Tensor, layout: str, dim: int, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Records that a block of queries reads, [n, dim], and which query reads which, bool [queries, n]."""
-    slots, column = ids.unique(return_inverse=True)
-    mask = torch.zeros((len(ids), len(slots)), dtype=torch.bool, device=ids.device)
-    mask.scatter_(1, column, True)
-    return read_rows(pages, layout, dim, slots), mask & (slots >= 0)
+    """The records that any query reads, each decoded once.
+
+    Args:
+        ids: [num_tokens, n] slots, -1 for none.
+
+    Returns:
+        records [m, dim] in the accumulation dtype, and for every id its row there, [num_tokens, n], -1 for none.
+    """
+    slots, rows = ids.unique(return_inverse=True)
+    none = int((slots < 0).sum())
+    return wide(read_rows(pages, layout, dim, slots[none:])), (rows - none).clamp(min=-1)
 
 
 def attend(
-    q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor, sink: torch.Tensor | None, scale: float
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    bad: torch.Tensor,
+    mask: torch.Tensor,
+    sink: torch.Tensor | None,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q [rows, heads, dim] over kv [n, dim] (keys and values) where mask [rows, n] is set.
 
     The sink is one more logit of the softmax with no value; it is not multiplied by the scale. Numerator terms
-    are rounded to bf16, the denominator's are not.
+    are rounded to bf16, the denominator's are not. Records marked ``bad`` [n] are zeros here and stand for NaN.
 
     Returns:
         out [rows, heads, dim] and log-sum-exp over the keys alone [rows, heads], in the accumulation dtype.
-        A row that reads nothing is 0 and -inf; a row that reads a non-finite record is NaN, and no other row.
+        A row that reads nothing is 0 and -inf; a row that reads a bad record is NaN, and no other row.
     """
     rows, heads, _ = q.shape
-    bad = ~kv.isfinite().all(-1)
-    kv = torch.where(bad[:, None], 0, kv)
     z = matmul(q.flatten(0, 1), kv).view(rows, heads, -1) * scale
     z = torch.where(mask[:, None], z, -torch.inf)
     z_top = z.amax(-1) if z.shape[-1] else z.new_full((rows, heads), -torch.inf)
@@ -66,13 +75,23 @@ def sparse_attn(
 ) -> None:
     """Reference of ``dsv41.ops.sparse_attn``."""
     dim = q.shape[2]
+    kv, rows = read_selected(window, window_layout, dim, window_ids)
+    if compressed is not None and compressed_ids is not None:
+        more, more_rows = read_selected(compressed, compressed_layout, dim, compressed_ids)
+        rows = torch.cat([rows, torch.where(more_rows >= 0, more_rows + len(kv), -1)], 1)
+        kv = torch.cat([kv, more])
+    bad = ~kv.isfinite().all(-1)
+    kv = torch.where(bad[:, None], 0, kv)
     for start in range(0, len(q), _BLOCK):
-        rows = slice(start, start + _BLOCK)
-        kv, mask = _gather(window, window_layout, dim, window_ids[rows])
-        if compressed is not None and compressed_ids is not None:
-            more_kv, more_mask = _gather(compressed, compressed_layout, dim, compressed_ids[rows])
-            kv, mask = torch.cat([kv, more_kv]), torch.cat([mask, more_mask], 1)
-        block, block_lse = attend(q[rows], kv, mask, sink, scale)
-        out[rows] = bf16(block)
+        block = slice(start, start + _BLOCK)
+        used, column = rows[block].unique(return_inverse=True)
+        mask = torch.zeros((len(column), len(used)), dtype=torch.bool, device=q.device)
+        mask.scatter_(1, column, True)
+        mask &= used >= 0
+        at = used.clamp(min=0)
+        if not len(kv):
+            at, mask = at[:0], mask[:, :0]
+        result, result_lse = attend(q[block], kv[at], bad[at], mask, sink, scale)
+        out[block] = bf16(result)
         if lse.numel():
-            lse[rows] = narrow(block_lse, lse.dtype)
+            lse[block] = narrow(result_lse, lse.dtype)
