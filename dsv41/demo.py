@@ -154,6 +154,8 @@ def stages(args: argparse.Namespace, report: Report, folder: Path) -> None:
     """All stages, in order."""
     from tokenizers import Tokenizer
 
+    from .demo_drafts import draft_stages
+
     cfg = V41FlashConfig.mini()
     ids = torch.tensor(Tokenizer.from_file(str(tokenizer_file())).encode(read_text(args.text)).ids)
     ids = ids[: min(args.tokens, cfg.max_positions - args.decode)]
@@ -166,7 +168,7 @@ def stages(args: argparse.Namespace, report: Report, folder: Path) -> None:
     weights.write_synthetic(cfg, folder, args.seed)
     report.add("write", 0, None, f"{len(weights.expected_tensors(cfg)):,} tensors in the official layout")
 
-    model = V41Flash(cfg, token_map)
+    model = V41Flash(cfg, token_map, drafter=True)
     loaded = weights.load(model, folder, progress=not args.json)
     report.add("load", 0, None, f"{loaded}")
 
@@ -201,7 +203,8 @@ def stages(args: argparse.Namespace, report: Report, folder: Path) -> None:
         report.add("rollback", back, again, "wrong tokens processed, taken back, the right ones repeated in one step")
 
         trace: dict[str, torch.Tensor] = {}
-        reference = V41Reference(cfg, weights.open_checkpoint(folder, cfg), token_map.ids)
+        checkpoint = weights.open_checkpoint(folder, cfg)
+        reference = V41Reference(cfg, checkpoint, token_map.ids)
         rows = torch.cat([checked, torch.arange(count, count + args.decode)])
         want = reference.forward(tokens, rows=rows, trace=trace)
         report.add("dense", len(tokens), None, "reference: one pass, no cache, no shared code path")
@@ -213,6 +216,7 @@ def stages(args: argparse.Namespace, report: Report, folder: Path) -> None:
         report.add("decode logits", args.decode, difference, "decode = prefill = dense")
     difference = cache_difference(state, trace, len(tokens))
     report.add("cache records", len(tokens), difference, "every 528-, 288- and 68-byte record and carry, after rollback")
+    draft_stages(report, model, ids, checkpoint, trace)
 
 
 def decode(
