@@ -9,18 +9,22 @@ from dsv41_reference import accumulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv41 import V41FlashConfig
 from dsv41.cache import PagedKV
 from dsv41.layers import V41State
 from tests import models
 from tests.tolerance import MODEL_KL_MEDIAN, MODEL_TOP1
 
+# So few candidate blocks that a short text meets the limit.
+MINI = V41FlashConfig.mini(candidate_blocks=8)
 
-def dense(kind: str, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+
+def dense(kind: models.Kind, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     trace: dict[str, torch.Tensor] = {}
     return models.reference(kind).forward(ids, trace=trace), trace
 
 
-def run_chunks(kind: str, ids: torch.Tensor, cuts: list[int], state: V41State) -> torch.Tensor:
+def run_chunks(kind: models.Kind, ids: torch.Tensor, cuts: list[int], state: V41State) -> torch.Tensor:
     """Logits of all rows, fed in pieces of the lengths ``cuts``; the last piece takes the rest."""
     out, start = [], 0
     for length in [*cuts, len(ids)]:
@@ -30,7 +34,7 @@ def run_chunks(kind: str, ids: torch.Tensor, cuts: list[int], state: V41State) -
     return torch.cat(out)
 
 
-def check_incremental(kind: str, length: int, cuts: list[int], images: bool = False, seed: int = 0) -> None:
+def check_incremental(kind: models.Kind, length: int, cuts: list[int], images: bool = False, seed: int = 0) -> None:
     ids = models.text(kind, length, seed, images)
     with accumulate(torch.float64):
         want, trace = dense(kind, ids)
@@ -48,6 +52,11 @@ def test_one_pass_equals_dense(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["micro", "tiny"])
 def test_token_by_token_equals_dense(kind: str) -> None:
     check_incremental(kind, 37, [1] * 37)
+
+
+def test_mini_equals_dense() -> None:
+    """The real 40-layer schedule, with selection and candidates at work; `python -m dsv41 demo` runs 3,000 tokens."""
+    check_incremental(MINI, 160, [1, 60, 37])
 
 
 @settings(max_examples=12)
@@ -197,6 +206,16 @@ def test_default_accumulation_is_close(kind: str) -> None:
     divergence = (law.exp() * (law - torch.log_softmax(got, -1))).sum(-1)
     assert divergence.median() < MODEL_KL_MEDIAN
     assert (want.argmax(-1) == got.argmax(-1)).double().mean() > MODEL_TOP1
+
+
+def test_index_head_weights_are_rounded_once() -> None:
+    """The scale is no power of two with four heads: rounding it first moves last bits, and with them near-ties."""
+    indexer = models.model(MINI).layers[2].attn.indexer
+    h = torch.randn(50, MINI.hidden).bfloat16()
+    with accumulate(torch.float64):
+        got = indexer.head_weights(h)
+    plain = (h.double() @ indexer.weights_proj.weight.double().T).to(torch.bfloat16).double()
+    assert torch.equal(got, (plain * MINI.index_dim**-0.5 * MINI.index_heads**-0.5).float())
 
 
 def test_sequence_at_the_maximum_length() -> None:
