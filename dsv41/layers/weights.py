@@ -10,7 +10,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -169,6 +169,25 @@ def open_checkpoint(folder: str | Path, cfg: V41FlashConfig) -> Checkpoint:
     return _open("open_checkpoint", Path(folder), cfg)
 
 
+def _check_config(op: str, folder: Path, cfg: V41FlashConfig) -> None:
+    """Refuse a folder whose ``config.json`` has other constants: shapes alone do not show them.
+
+    How many positions are wanted is the caller's choice; the vision tower is not built.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        return
+    try:
+        stored = V41FlashConfig.from_hf(json.loads(path.read_text()))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{op}: expected a V4.1 config in {path}, got {error}") from error
+    free = {"max_positions", "vision"}
+    names = [f.name for f in fields(cfg) if f.name not in free]
+    other = {n: getattr(stored, n) for n in names if getattr(stored, n) != getattr(cfg, n)}
+    wanted = {n: getattr(cfg, n) for n in other}
+    check(not other, op, f"the model's constants {wanted} in {path}", other)
+
+
 def _open(op: str, folder: Path, cfg: V41FlashConfig) -> Checkpoint:
     index = _read_index(op, folder)
     everything, required = tensor_specs(cfg, True), tensor_specs(cfg, False)
@@ -205,6 +224,7 @@ def _open(op: str, folder: Path, cfg: V41FlashConfig) -> Checkpoint:
         elif (name, file) in entries:
             _check_entry(problems, name, file, entries[name, file], everything[name], sizes[file])
     problems.refuse()
+    _check_config(op, folder, cfg)
     return Checkpoint(folder, {name: (file, entries[name, file]) for name, file in index.items()})
 
 

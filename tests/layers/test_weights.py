@@ -5,6 +5,7 @@ import math
 import re
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -563,3 +564,15 @@ def test_reader_refuses_too(folder: Path) -> None:
 def write_again(folder: Path) -> Path:
     write_synthetic(MICRO, folder, SEED, vision=True)
     return folder
+
+
+def test_other_constants_of_equal_shape_are_refused(tmp_path: Path) -> None:
+    """A checkpoint of another rope base or top-k has the same tensors; its config.json tells."""
+    cfg = V41FlashConfig.micro()
+    write_synthetic(cfg, tmp_path, 0)
+    open_checkpoint(tmp_path, replace(cfg, max_positions=cfg.max_positions // 2))
+    with pytest.raises(ValueError, match=r"constants \{'index_top_k': 3, 'rope_theta': 5.0\}.*got \{"):
+        open_checkpoint(tmp_path, replace(cfg, rope_theta=5.0, index_top_k=3))
+    (tmp_path / "config.json").write_text('{"dim": 64}')
+    with pytest.raises(ValueError, match="expected a V4.1 config in"):
+        open_checkpoint(tmp_path, cfg)
