@@ -89,6 +89,16 @@ def test_every_cut_gives_the_same(data: st.DataObject) -> None:
     assert (whole[-1] == 0).all()
 
 
+def test_requests_do_not_mix() -> None:
+    """Each request's first row closes a pair that its own carry opened, though other rows lie before it."""
+    carry, rows = torch.randn(3, 4, 2 * DIM), torch.randn(3, 2 * DIM)
+    opened = carry[[0, 1, 2], [2, 0, 2]].clone()
+    with accumulate(torch.float64):
+        out = ops.compress_pairs(rows, ints(0, 1, 2), ints(3, 5, 7), carry)
+    for r in range(3):
+        assert torch.equal(out[r], pool(opened[r], rows[r]).to(BF16))
+
+
 def test_padding_rows_touch_nothing() -> None:
     carry = torch.randn(2, 4, 2 * DIM)
     before = carry.clone()

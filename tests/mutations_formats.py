@@ -1,0 +1,268 @@
+"""The mutation table of formats, caches, state and Engram; see `tests.test_mutations`."""
+
+from tests.mutations_model import PARITY, REF, Mutation
+
+FORMATS: list[Mutation] = [
+    (
+        "high-nibble-first",
+        f"{REF}.quant:_table",
+        "[nibble[code & 15], nibble[code >> 4]]",
+        "[nibble[code >> 4], nibble[code & 15]]",
+        "tests.test_formats:test_every_packed_byte",
+    ),
+    (
+        "high-nibble-packed-first",
+        f"{REF}.quant:pack_nibbles",
+        "code[..., 0::2] | (code[..., 1::2] << 4)",
+        "code[..., 1::2] | (code[..., 0::2] << 4)",
+        "tests.test_formats:test_golden_mxfp4('G5')",
+    ),
+    (
+        "scale-exponent-rounded-down",
+        f"{REF}.quant:ue8m0_code",
+        " + ((bits & 0x7FFFFF) > mantissa).to(torch.int32)",
+        "",
+        "tests.test_formats:test_golden_mxfp4('G7')",
+    ),
+    (
+        "scale-too-large-at-the-edge",
+        f"{REF}.quant:ue8m0_code",
+        "> mantissa",
+        ">= mantissa",
+        "tests.test_formats:test_golden_mxfp4('G6')",
+    ),
+    (
+        "scale-exponent-to-nearest",
+        f"{REF}.quant:ue8m0_code",
+        "((bits & 0x7FFFFF) > mantissa)",
+        "((bits & 0x7FFFFF) > mantissa + 0x200000)",
+        "tests.test_formats:test_golden_fp8('G21')",
+    ),
+    (
+        "ties-away-from-zero",
+        f"{REF}.quant:e2m1_encode",
+        "(magnitude >= edge) if inclusive else (magnitude > edge)",
+        "magnitude >= edge",
+        "tests.test_formats:test_ties_go_to_even(-1)",
+    ),
+    (
+        "ties-towards-zero",
+        f"{REF}.quant:e2m1_encode",
+        "(magnitude >= edge) if inclusive else (magnitude > edge)",
+        "magnitude > edge",
+        "tests.test_formats:test_ties_go_to_even(1)",
+    ),
+    (
+        "nvfp4-by-the-reciprocal",
+        f"{REF}.quant:to_nvfp4",
+        "blocks / scale.float()[..., None]",
+        "blocks * (1 / scale.float())[..., None]",
+        "tests.test_formats:test_golden_nvfp4('G13')",
+    ),
+    (
+        "nvfp4-by-the-undecoded-scale",
+        f"{REF}.quant:to_nvfp4",
+        "blocks / scale.float()[..., None]",
+        "blocks / (_amax(blocks, floor) / E2M1_MAX)[..., None]",
+        "tests.test_formats:test_golden_nvfp4('G16')",
+    ),
+    (
+        "nvfp4-floor-of-the-smallest-normal",
+        f"{REF}.quant:to_nvfp4",
+        "_amax(blocks, floor)",
+        "_amax(blocks, 8 * floor)",
+        "tests.test_formats:test_golden_nvfp4('G14')",
+    ),
+    (
+        "nvfp4-without-a-floor",
+        f"{REF}.quant:to_nvfp4",
+        "_amax(blocks, floor)",
+        "_amax(blocks, 0.0)",
+        "tests.test_formats:test_golden_nvfp4('G10')",
+    ),
+    (
+        "e8m0-zero-is-zero",
+        f"{REF}.quant:_table",
+        "torch.where(code == 0, 0x00400000, code << 23)",
+        "code << 23",
+        "tests.test_formats:test_every_e8m0_exponent",
+    ),
+    (
+        "e8m0-255-is-infinite",
+        f"{REF}.quant:_table",
+        "torch.where(code == 255, 0x7FC00000, bits)",
+        "bits",
+        "tests.test_formats:test_every_e8m0_exponent",
+    ),
+    (
+        "rounded-twice",
+        f"{REF}.numerics:narrow",
+        "x.dtype != torch.float64 or dtype in (torch.float32, torch.float64)",
+        "True",
+        "tests.test_formats:test_rounding_from_float64_is_single",
+    ),
+    (
+        "folding-without-a-spread-check",
+        f"{REF}.quant:fold_mxfp4",
+        "(top - low <= 14)",
+        "(top - low <= 24)",
+        "tests.test_formats:test_folding_is_exact_where_it_says_so([100, 120, 101, 102], 0)",
+    ),
+    (
+        "tile-scale-in-the-wrong-row",
+        f"{REF}.quant:from_mxfp8_tiles",
+        "e8m0_decode(code, dtype)",
+        "e8m0_decode(code.mT.reshape(code.shape), dtype)",
+        "tests.ops.test_linear:test_a_scale_belongs_to_its_tile",
+    ),
+]
+
+STATE: list[Mutation] = [
+    (
+        "record-split-by-page",
+        f"{REF}.cache:_parts",
+        "if not split:",
+        "if False:",
+        "tests.test_cache:test_golden_pages('mxfp8')",
+    ),
+    (
+        "index-key-interleaved",
+        f"{REF}.cache:_parts",
+        "if not split:",
+        "if True:",
+        "tests.test_cache:test_golden_pages('mxfp4')",
+    ),
+    (
+        "slot-minus-one-is-the-last",
+        f"{REF}.cache:write_rows",
+        "keep = (slots >= 0).nonzero()[:, 0]",
+        "keep = (slots >= -1).nonzero()[:, 0]",
+        "tests.test_cache:test_slot_minus_one('mxfp8')",
+    ),
+    (
+        "masked-by-zero-times",
+        f"{REF}.cache:read_rows",
+        "torch.where((slots >= 0)[:, None], row, 0)",
+        "row * (slots >= 0)[:, None]",
+        "tests.test_cache:test_slot_minus_one('mxfp8')",
+    ),
+    (
+        "page-stride-from-the-shape",
+        f"{REF}.cache:_parts",
+        "return pages[..., :values], pages[..., values:]",
+        "pages = pages.as_strided(pages.shape, (size * (values + scales), values + scales, 1))\n"
+        "        return pages[..., :values], pages[..., values:]",
+        "tests.test_cache:check_paging('mxfp8', 2, [1, 0, 2], 16)",
+    ),
+    (
+        "entries-of-a-page-that-is-not-held",
+        "dsv41.cache:page_slots",
+        "held & (number >= 0)",
+        "held",
+        "tests.test_cache:test_page_slots_by_hand",
+    ),
+    (
+        "byte-address-in-32-bits",
+        f"{REF}.cache:write_rows",
+        "at = slots[keep].long()",
+        "at = (slots[keep] * sum(record_bytes(layout, x.shape[1])[:2])).to(torch.int32).long()\n"
+        "    at = at.div(sum(record_bytes(layout, x.shape[1])[:2]), rounding_mode='floor')",
+        "tests.test_cache:test_large_slot_numbers_stay_exact",
+    ),
+    (
+        "carry-in-bf16",
+        f"{REF}.compress:compress_pairs",
+        "= kv_gate[kept]",
+        "= bf16(kv_gate[kept]).float()",
+        PARITY,
+    ),
+    (
+        "carry-slot-by-row",
+        f"{REF}.compress:compress_pairs",
+        "positions[kept].long() % slots",
+        "rows[kept] % slots",
+        PARITY,
+    ),
+    (
+        "pair-across-requests",
+        f"{REF}.compress:compress_pairs",
+        "(closing > 0) & (request_ids[before] == request_ids[closing])",
+        "closing > 0",
+        "tests.ops.test_compress:test_requests_do_not_mix",
+    ),
+    (
+        "ring-slot-by-row",
+        "dsv41.layers.state:plan_step",
+        "request * ring + positions % ring",
+        "request * ring + torch.arange(tokens, dtype=torch.int32, device=device) % ring",
+        PARITY,
+    ),
+    (
+        "ring-shared-by-requests",
+        "dsv41.layers.state:plan_step",
+        "request * ring + positions % ring",
+        "0 * request + positions % ring",
+        "tests.test_mutations:check_two_requests",
+    ),
+    (
+        "window-past-the-start",
+        "dsv41.layers.state:plan_step",
+        "(key >= lowest) & (key >= 0) & live",
+        "live.expand_as(key) & (key >= -3) & live",
+        "tests.test_mutations:check_poisoned_rings",
+    ),
+]
+
+ENGRAM: list[Mutation] = [
+    (
+        "engram-block-not-sticky",
+        f"{REF}.engram:hash_classes",
+        "blocked.long().cumsum(-1) > 0",
+        "blocked",
+        "tests.ops.test_engram:test_image_blocks_everything_older",
+    ),
+    (
+        "engram-pad-is-class-zero",
+        f"{REF}.engram:hash_classes",
+        "torch.as_tensor(pad_class, device=classes.device).long()",
+        "0",
+        "tests.ops.test_engram:test_hash_golden_random",
+    ),
+    (
+        "engram-image-token-hashed",
+        f"{REF}.engram:engram_hash",
+        " | (ids == image_token)",
+        "",
+        PARITY,
+    ),
+    (
+        "engram-raw-ids",
+        f"{REF}.engram:engram_hash",
+        "token_classes.long()[ids.clamp(0, vocab - 1)]",
+        "ids.clamp(0, vocab - 1)",
+        "tests.ops.test_engram:test_ids_are_compressed_first",
+    ),
+    (
+        "engram-gate-without-root",
+        f"{REF}.engram:gate_value",
+        ".clamp(min=_CLAMP).sqrt()",
+        ".clamp(min=_CLAMP)",
+        PARITY,
+    ),
+    (
+        "engram-dead-rows-gated",
+        f"{REF}.engram:engram_gate",
+        "y if dead is None else torch.where(dead[:, None, None], x, y)",
+        "y",
+        "tests.ops.test_engram:test_gate_dead_rows_are_untouched",
+    ),
+    (
+        "engram-rows-of-dead-tokens",
+        f"{REF}.engram:engram_hash",
+        "blocked[:, 0] if mask_dead else ~exists[:, 0]",
+        "~exists[:, 0]",
+        "tests.ops.test_engram:test_hash_golden('E_image_span')",
+    ),
+]
+
+MUTATIONS: list[Mutation] = [*FORMATS, *STATE, *ENGRAM]
