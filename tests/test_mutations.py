@@ -1,7 +1,7 @@
 """Every planted mistake is noticed: the tables ``tests/mutations_*.py``, run row by row.
 
-A row names the mistake, the function that gets it (``module:qualified.name``), the source text that is replaced
-(it occurs once), the text that takes its place, and the check that must fail, ``test module:function`` or
+A row names the mistake, the function that gets it (``module:qualified.name``), the source text that it loses
+(found there once), the text that takes its place, and the check that must fail, ``test module:function`` or
 ``test module:function(literal arguments)``.
 
 In this process: the function's source with one text replaced takes the function's place wherever the library
