@@ -14,19 +14,22 @@ from dsv41.layers.weights import expected_tensors, synthetic_tensor
 SEED = 7
 
 
-@functools.cache
-def config(kind: str) -> V41FlashConfig:
-    return getattr(V41FlashConfig, kind)()
+Kind = str | V41FlashConfig  # a name of a config, or a config
 
 
 @functools.cache
-def weights(kind: str) -> dict[str, torch.Tensor]:
+def config(kind: Kind) -> V41FlashConfig:
+    return kind if isinstance(kind, V41FlashConfig) else getattr(V41FlashConfig, kind)()
+
+
+@functools.cache
+def weights(kind: Kind) -> dict[str, torch.Tensor]:
     cfg = config(kind)
     return {name: synthetic_tensor(cfg, name, SEED) for name in expected_tensors(cfg)}
 
 
 @functools.cache
-def token_map(kind: str) -> TokenMap:
+def token_map(kind: Kind) -> TokenMap:
     cfg = config(kind)
     return TokenMap.synthetic(cfg.vocab_size, cfg.engram.num_classes, SEED)
 
@@ -37,10 +40,10 @@ def fill(model: torch.nn.Module, stored: dict[str, torch.Tensor]) -> None:
         view.view(torch.uint8).copy_(stored[name].view(torch.uint8))
 
 
-def build(kind: str) -> V41Flash:
+def build(kind: Kind, drafter: bool = False) -> V41Flash:
     """A new model; tests that change weights take this."""
     cfg, stored = config(kind), weights(kind)
-    model = V41Flash(cfg, token_map(kind))
+    model = V41Flash(cfg, token_map(kind), drafter=drafter)
     fill(model, stored)
     for layer in cfg.engram.layers:
         table = (stored[f"layers.{layer}.engram.embed.{part}"] for part in ("weight", "scale"))
@@ -49,17 +52,23 @@ def build(kind: str) -> V41Flash:
 
 
 @functools.cache
-def model(kind: str) -> V41Flash:
+def model(kind: Kind) -> V41Flash:
     """The shared model; do not change it."""
     return build(kind)
 
 
 @functools.cache
-def reference(kind: str) -> V41Reference:
+def drafting_model(kind: Kind) -> V41Flash:
+    """The shared model with its drafter; do not change it."""
+    return build(kind, drafter=True)
+
+
+@functools.cache
+def reference(kind: Kind) -> V41Reference:
     return V41Reference(config(kind), weights(kind), token_map(kind).ids)
 
 
-def text(kind: str, length: int, seed: int = 0, images: bool = False) -> torch.Tensor:
+def text(kind: Kind, length: int, seed: int = 0, images: bool = False) -> torch.Tensor:
     """[length] int64 random ids; with images, spans of image tokens in between."""
     cfg = config(kind)
     draw = torch.Generator().manual_seed(seed)

@@ -146,7 +146,7 @@ class V41Flash(nn.Module):
         with torch.no_grad():
             cu_seqlens, max_len = self._check(tokens, positions, state, cu_seqlens, max_len, rows, draft_inputs)
             if replay is not None:
-                check_replay(self.cfg, replay, len(tokens))
+                check_replay(self.cfg, replay, len(tokens), state.num_requests)
             floors = None if replay is None else replay.encoder_floor
             step = plan_step(state, positions, cu_seqlens, max_len, floors)
             x, pre = self.embed_streams(tokens)

@@ -49,7 +49,7 @@ class Replay(Protocol):
         ...
 
 
-def check_replay(cfg: V41FlashConfig, replay: Replay, num_tokens: int) -> None:
+def check_replay(cfg: V41FlashConfig, replay: Replay, num_tokens: int, num_requests: int) -> None:
     """Refuse a plan of another geometry or batch, and a model whose decoder rows cannot be dropped."""
     name, geometry, first = "V41Flash", replay.plan.geometry, cfg.first_decoder_layer
     planned = (geometry.window, geometry.first_decoder_layer, geometry.num_decoder_layers)
@@ -59,6 +59,8 @@ def check_replay(cfg: V41FlashConfig, replay: Replay, num_tokens: int) -> None:
     check(last < first, name, f"Engram below the first decoder layer {first} for replay", last)
     rows = replay.plan.num_input_rows
     check(rows == num_tokens, name, f"a replay plan of {num_tokens} rows (padding rows have none)", rows)
+    requests = replay.cu_seqlens_q.shape[0] - 1
+    check(requests == num_requests, name, f"a replay plan of the state's {num_requests} requests", requests)
 
 
 class ReplayedForward:
