@@ -24,8 +24,8 @@ Sampler = Callable[[torch.Tensor, int], torch.Tensor]
 class TargetState(Protocol):
     """What `generate` needs of the caches; `dsv41.layers.V41State` has it."""
 
-    lens: torch.Tensor
-
+    @property
+    def lens(self) -> torch.Tensor: ...
     @property
     def num_requests(self) -> int: ...
     @property
@@ -205,8 +205,8 @@ class _Batch:
         result = accept(
             logits, cu_logits, drafts.tokens, positions=positions, draft_logits=drafts.logits, **law
         )
-        for r, emitted in enumerate(result.lists()):
-            emitted = emitted[: self.remaining()[r]]
+        for r, (emitted, left) in enumerate(zip(result.lists(), self.remaining(), strict=True)):
+            emitted = emitted[:left]
             ends = [i for i, token in enumerate(emitted) if token in self.stop]
             self.texts[r] += emitted[: ends[0] + 1] if ends else emitted
             self.stopped[r] |= bool(ends)
