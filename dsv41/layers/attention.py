@@ -85,8 +85,9 @@ class Indexer(nn.Module):
 
     def head_weights(self, h: torch.Tensor) -> torch.Tensor:
         """[num_tokens, index_heads] f32: bf16(h @ weights_proj.T) / sqrt(index_dim * index_heads)."""
-        factor = self.cfg.index_dim**-0.5 * self.cfg.index_heads**-0.5
-        return linear(h, self.weights_proj.weight).float() * factor
+        # In float64: a factor that is itself rounded to f32 moves the last bit, and with it near-ties of scores.
+        wide = linear(h, self.weights_proj.weight).double()
+        return (wide * self.cfg.index_dim**-0.5 * self.cfg.index_heads**-0.5).float()
 
 
 class Attention(nn.Module):
