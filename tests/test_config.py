@@ -276,7 +276,7 @@ def test_drafter_targets_exist() -> None:
 
 
 def test_flash_on_the_meta_device() -> None:
-    """Every text tensor under its official name, shape and type; building takes seconds (5 s measured, all in all)."""
+    """Every text tensor under its official name, shape and type; building takes seconds (5 s measured)."""
     cfg = V41FlashConfig.flash()
     with torch.device("meta"):
         model = V41Flash(cfg)
