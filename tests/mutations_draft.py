@@ -60,7 +60,7 @@ MUTATIONS = [
         "dsv41.spec.generate:generate",
         "split.cu_logits, drafts, start)",
         "split.cu_logits, drafts, start + 1)",
-        f"{LOOP}:check_coupled",
+        f"{LOOP}:check_coupled((30,), 2, 0, 1.0, 0.0)",
     ),
     (
         "draft-keeps-a-token-too-many",

@@ -19,6 +19,8 @@ from .streams import Streams
 Budget = StepCost | Callable[[int, np.ndarray], int]
 Bitmask = torch.Tensor | Callable[[int, list[int]], torch.Tensor]
 Sampler = Callable[[torch.Tensor, int], torch.Tensor]
+# (rows, end position, prompt length) of each request in a prefill step: its plan, as the target takes it.
+Replay = Callable[[list[tuple[int, int, int]]], Any]
 
 
 class TargetState(Protocol):
@@ -250,6 +252,7 @@ def generate(
     streams: Streams | None = None,
     names: list[str] | None = None,
     chunk: int = 512,
+    replay: Replay | None = None,
 ) -> Generated:
     """Continue every prompt: draft, choose a budget, split it, run the target, verify, take back what fell.
 
@@ -278,12 +281,13 @@ def generate(
         streams: random streams; None is seed 0 and the request's number.
         names: what errors call the requests; None is their numbers.
         chunk: prompt tokens of a request a step.
+        replay: bounded replay of the prompts, `dsv41.replay.chunked.planner`; None runs all rows everywhere.
 
     Returns:
         Generated.
 
-    Errors: ValueError, naming the request, for an empty prompt, a text that the state cannot hold, or a row of
-        logits without a law.
+    Errors: ValueError, naming the request, for an empty prompt, a text that the state cannot hold, or a row
+        of logits without a law.
     """
     name, device, requests = "generate", state.lens.device, len(prompts)
     check(requests > 0 and state.num_requests == requests, name, f"{state.num_requests} prompts", requests)
@@ -318,7 +322,7 @@ def generate(
 
     none = torch.full((requests, block), -1, dtype=torch.int64, device=device)
     drafts = DraftBlock(none, None, torch.zeros((requests, block), device=device))
-    logits = _prefill(model, state, ids, drafter, chunk)
+    logits = _prefill(model, state, ids, drafter, chunk, replay)
     batch.verify(
         logits, torch.arange(requests + 1, dtype=torch.int32, device=device), drafts, state.lens.long() - 1
     )
@@ -357,6 +361,7 @@ class _Step:
     positions: torch.Tensor
     cu: torch.Tensor
     max_len: int
+    replay: Any = None
 
     def run(
         self, model: Callable[..., torch.Tensor], state: TargetState, drafter: Drafts | None, rows: Any = None
@@ -374,6 +379,7 @@ class _Step:
             max_len=self.max_len,
             rows=rows,
             draft_inputs=inputs,
+            **({} if self.replay is None else {"replay": self.replay}),
         )
         return logits, inputs
 
@@ -389,6 +395,7 @@ def _prefill(
     prompts: list[list[int]],
     drafter: Drafts | None,
     chunk: int,
+    replay: Replay | None,
 ) -> torch.Tensor:
     """Process all prompts in chunks; logits [num_requests, vocab] of their last tokens."""
     device, last = state.lens.device, {}
@@ -396,13 +403,17 @@ def _prefill(
         pieces = [prompt[start : start + chunk] for prompt in prompts]
         ends = np.cumsum([0, *map(len, pieces)])
         done = [r for r, piece in enumerate(pieces) if piece and start + len(piece) == len(prompts[r])]
+        spans = [(len(p), min(start + len(p), len(t)), len(t)) for p, t in zip(pieces, prompts, strict=True)]
         step = _Step(
             torch.tensor([token for piece in pieces for token in piece], dtype=torch.int64, device=device),
             torch.cat([torch.arange(start, start + len(piece)) for piece in pieces]).int().to(device),
             torch.from_numpy(ends).int().to(device),
             chunk,
+            None if replay is None else replay(spans),
         )
         rows = torch.tensor([ends[r + 1] - 1 for r in done], dtype=torch.int64, device=device)
+        if step.replay is not None:
+            rows = step.replay.logits_row.long()[done]
         logits, inputs = step.run(model, state, drafter, rows)
         step.keep(inputs, state, drafter)
         last.update(zip(done, logits, strict=True))

@@ -122,7 +122,7 @@ def check_greedy(
     new: int = 20,
     seed: int = 0,
 ) -> None:
-    """With drafts = without, token for token; the caches hold the same; nothing but the prompt step differs."""
+    """With drafts = without, token for token, and the caches hold the same."""
     target, starts = ToyTarget(seed=seed), prompts(requests, seed)
     state, other = ToyState.of(requests), ToyState.of(requests)
     plain = generate(target, state, starts, max_new_tokens=new)
@@ -140,7 +140,7 @@ def check_greedy(
         assert drafted.counts.steps <= plain.counts.steps == new - 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.integers(1, 6),
     st.lists(st.integers(-2, 40), min_size=1, max_size=8),
@@ -167,9 +167,8 @@ def test_every_accepted_length_occurs() -> None:
     )
     counts = drafted.counts
     assert drafted.tokens == plain.tokens and (counts.lengths > 0).all()
-    print(
-        f"\naccepted lengths 0 to {BLOCK}: {counts.lengths.tolist()}; by position {counts.acceptance.round(2)}"
-    )
+    print(f"\naccepted lengths 0 to {BLOCK}: {counts.lengths.tolist()}")
+    print(f"kept by position: {counts.acceptance.round(2).tolist()}")
     assert counts.saved_rows == 0 and counts.accepted.sum() > 100
     # The oracle's drafts are right as often as it says.
     assert np.all(np.abs(counts.acceptance - 0.75) < 0.15)
@@ -251,7 +250,7 @@ def test_pinned_requests_are_reproducible(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["chain", "block", "coupled"])
 def test_sampled_pairs_follow_the_target(mode: str) -> None:
-    """Two tokens of 3000 requests against the exact law: chi-square at 35 degrees of freedom."""
+    """The last two of four tokens of 3000 requests against the exact law."""
     vocab, requests = 6, 3000
     target = ToyTarget(vocab, heat=1.0)
     cost = StepCost([requests, 2 * requests, 4 * requests, 6 * requests], [1.0, 1.1, 1.6, 3.0])
@@ -259,7 +258,7 @@ def test_sampled_pairs_follow_the_target(mode: str) -> None:
         target,
         ToyState.of(requests, 8),
         [[1, 2]] * requests,
-        max_new_tokens=3,
+        max_new_tokens=4,
         mode=mode,
         temperature=1.0,
         streams=Streams.of([5] * requests, list(range(requests))),
@@ -269,10 +268,10 @@ def test_sampled_pairs_follow_the_target(mode: str) -> None:
     first = torch.softmax(target.table[1, 2].double(), 0)
     second = torch.softmax(target.table[2].double(), 1)
     third = torch.softmax(target.table.double(), 2)
-    law = torch.einsum("a,ab,abc->bc", first, second, third).numpy() * requests
+    law = torch.einsum("a,ab,abc,bcd->cd", first, second, third, third).numpy() * requests
     seen = np.zeros((vocab, vocab))
     for text in done.tokens:
-        seen[text[1], text[2]] += 1
+        seen[text[2], text[3]] += 1
     chi = ((seen - law) ** 2 / law).sum()
     print(f"\n{mode}: chi-square {chi:.1f} at 35 degrees of freedom")
     assert chi < 74  # p = 1e-4 at 35 degrees of freedom
@@ -470,7 +469,7 @@ def draft_trace(kind: str, trace: dict[str, torch.Tensor]) -> dict[str, torch.Te
 @settings(max_examples=2)
 @given(st.lists(st.integers(0, 10), min_size=2, max_size=5), st.integers(1, 25))
 def test_tiny_greedy_text_is_the_same_under_any_budgets(budgets: list[int], length: int) -> None:
-    check_model("tiny", (length, 12), 9, budgets)
+    check_model("tiny", (length, 12), 7, budgets)
 
 
 def test_tiny_every_accepted_length_occurs() -> None:
@@ -480,7 +479,7 @@ def test_tiny_every_accepted_length_occurs() -> None:
 
 
 def test_mini_greedy_text_is_the_same() -> None:
-    check_model("mini", (7,), 5, (2, 5), caches=False)
+    check_model("mini", (7,), 4, (2, 5), caches=False)
 
 
 def test_tiny_coupled_text_is_the_same() -> None:
