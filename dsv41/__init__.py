@@ -1,4 +1,6 @@
-"""dsv41: the building blocks of DeepSeek-V4.1-Flash. Sub-packages load on first use; importing runs nothing."""
+"""dsv41: the building blocks of DeepSeek-V4.1-Flash. Sub-packages load on first use; importing runs
+nothing.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -24,7 +24,9 @@ class Unsupported(RuntimeError):
 
 
 def describe(value: Any) -> str:
-    """A value as an error sentence shows it: tensors by shape, dtype and device, text as it is, the rest by repr."""
+    """A value as an error sentence shows it: tensors by shape, dtype and device, text as it is, the rest by
+    repr.
+    """
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         device = "" if value.device.type == "cpu" else f" on {value.device}"
@@ -80,7 +82,9 @@ def output(
     like: torch.Tensor,
     label: str = "out",
 ) -> torch.Tensor:
-    """The caller's ``out`` after a check, or a new tensor: the only place where an op's result is allocated."""
+    """The caller's ``out`` after a check, or a new tensor: the only place where an op's result is
+    allocated.
+    """
     if out is None:
         return torch.empty(shape, dtype=dtype, device=like.device)
     check_tensor(name, label, out, shape, dtype, like=like)
@@ -260,7 +264,9 @@ def no_compile() -> Iterator[None]:
 
 
 def compiled(builder: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache a kernel builder by its (hashable) arguments; refuse to build under `no_compile` or in capture."""
+    """Cache a kernel builder by its (hashable) arguments; refuse to build under `no_compile` or in
+    capture.
+    """
     cache: dict[tuple[Any, ...], Any] = {}
 
     @functools.wraps(builder)

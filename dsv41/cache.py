@@ -1,7 +1,7 @@
 """Cache records and paged views over the caller's memory.
 
-The byte layouts are one table (`Record`); a `PagedKV` is a tensor of pages that the caller owns plus the layout
-of its records. Entries are addressed by slot, ``page * page_size + offset``; slot -1 is "none".
+The byte layouts are one table (`Record`); a `PagedKV` is a tensor of pages that the caller owns plus the
+layout of its records. Entries are addressed by slot, ``page * page_size + offset``; slot -1 is "none".
 """
 
 from dataclasses import dataclass
@@ -18,16 +18,18 @@ LAYOUTS = ("mxfp8", "nvfp4", "mxfp4", "v4", "fp8", "bf16")
 class Record:
     """How one vector of ``dim`` values is stored.
 
-    ==========  ======================================  =======================================================
-    layout      bytes (dim 512; index keys: dim 128)    content
-    ==========  ======================================  =======================================================
-    mxfp8       528                                     512 E4M3, 16 UE8M0 (per 32); token after token
-    nvfp4       288                                     256 E2M1 pairs, 32 E4M3 scales (per 16); token after token
-    mxfp4       68 (dim 128)                            64 E2M1 pairs, 4 UE8M0; a page: all values, then all scales
-    v4          584                                     448 E4M3, 64 bf16, 7 UE8M0 (per 64), 0; split as mxfp4
-    fp8         132 (dim 128)                           128 E4M3, one f32 scale; split as mxfp4
-    bf16        1024                                    plain rows
-    ==========  ======================================  =======================================================
+    =========  =============  =================================================================
+    layout     bytes          content
+    =========  =============  =================================================================
+    mxfp8      528            512 E4M3, 16 UE8M0 (per 32); token after token
+    nvfp4      288            256 E2M1 pairs, 32 E4M3 scales (per 16); token after token
+    mxfp4      68 (dim 128)   64 E2M1 pairs, 4 UE8M0; a page: all values, then all scales
+    v4         584            448 E4M3, 64 bf16, 7 UE8M0 (per 64), a zero; split as mxfp4
+    fp8        132 (dim 128)  128 E4M3, one f32 scale; split as mxfp4
+    bf16       1024           plain rows
+    =========  =============  =================================================================
+
+    Bytes are of the real widths: dim 512, index keys dim 128.
 
     Older builds of other engines stored 528- and 288-byte records split by page: the same size, not the same
     bytes. They have no tag here and cannot be read by mistake.
@@ -55,8 +57,9 @@ class PagedKV:
     """Pages of records in the caller's memory.
 
     Args:
-        pages: [num_pages, page_size, record.bytes] uint8. The page stride (``pages.stride(0)``, bytes) is free:
-            several caches may be strided views of one allocation. The two inner dimensions are contiguous.
+        pages: [num_pages, page_size, record.bytes] uint8. The page stride (``pages.stride(0)``, bytes) is
+            free: several caches may be strided views of one allocation. The two inner dimensions are
+                contiguous.
         record: layout and width of the records.
     """
 
@@ -83,7 +86,9 @@ class PagedKV:
         return self.pages.shape[0] * self.pages.shape[1]
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
-        """Records at ``slots`` [N] (int) as f32 [N, dim]; zeros where the slot is negative. For tests and tools."""
+        """Records at ``slots`` [N] (int) as f32 [N, dim]; zeros where the slot is negative. For tests and
+        tools.
+        """
         return _reference.read_rows(self.pages, self.record.layout, self.record.dim, slots)
 
 

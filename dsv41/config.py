@@ -36,7 +36,9 @@ class EngramConfig:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """DSpark drafter ``mtp.*``: ``num_stages`` blocks with their own experts, a Markov and a confidence head."""
+    """DSpark drafter ``mtp.*``: ``num_stages`` blocks with their own experts, a Markov and a confidence
+    head.
+    """
 
     num_stages: int = 3
     block_size: int = 5
@@ -223,7 +225,9 @@ class V41FlashConfig:
 
     @staticmethod
     def tiny(**changes: Any) -> "V41FlashConfig":
-        """Seven layers, one of every kind, with the real records (head width 512, RoPE 64, index width 128)."""
+        """Seven layers, one of every kind, with the real records (head width 512, RoPE 64, index width
+        128).
+        """
         small = V41FlashConfig(
             vocab_size=512,
             hidden=128,

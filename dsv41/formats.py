@@ -1,7 +1,7 @@
 """Number formats as types: views over plain tensors, and their conversions.
 
-A view checks shapes at construction and owns nothing. E8M0 scales are ``torch.float8_e8m0fnu``: a scale that is
-not a power of two cannot be expressed. ``flat()`` is the one place where they become bytes for an op call.
+A view checks shapes at construction and owns nothing. E8M0 scales are ``torch.float8_e8m0fnu``: a scale that
+is not a power of two cannot be expressed. ``flat()`` is the one place where they become bytes for an op call.
 
 ``quantize_*`` here are plain PyTorch on whatever device the input is on, for packing weights and for tests; a
 step uses ``dsv41.ops.quantize_*``, the same numerics through the op's kernels.

@@ -1,4 +1,6 @@
-"""What the documents say is true: their examples run, their generated parts are fresh, their links lead somewhere."""
+"""What the documents say is true: their examples run, their generated parts are fresh, their links lead
+somewhere.
+"""
 
 import re
 from pathlib import Path

@@ -79,7 +79,9 @@ def test_rounding_keeps_infinities_and_nan() -> None:
 
 
 def test_another_accumulator_is_refused_and_contexts_nest() -> None:
-    with pytest.raises(ValueError, match="accumulate: expected dtype: float32 or float64, got torch.float16"):
+    with pytest.raises(
+        ValueError, match=r"accumulate: expected dtype: float32 or float64, got torch\.float16"
+    ):
         numerics.accumulate(torch.float16).__enter__()
     assert numerics.accumulator() == torch.float32
     with accumulate(F64):

@@ -1,6 +1,7 @@
 """``python -m dsv41 bench cpu``: prefill and decode of a synthetic model on this CPU."""
 
 import argparse
+import itertools
 import statistics
 import time
 
@@ -52,10 +53,11 @@ def run(args: argparse.Namespace) -> int:
     step(0, 1)  # imports and first allocations
     state.lens.zero_()
     cuts = [*range(0, args.tokens, args.chunk), args.tokens]
-    prefill = sum(step(a, b) for a, b in zip(cuts, cuts[1:], strict=False))
+    prefill = sum(step(a, b) for a, b in itertools.pairwise(cuts))
     decode = [step(args.tokens + i, args.tokens + i + 1) for i in range(args.steps)]
     rows = [
-        {"op": "prefill", "config": args.config, "requests": count, "tokens": args.tokens, "chunk": args.chunk,
+        {"op": "prefill", "config": args.config, "requests": count,
+         "tokens": args.tokens, "chunk": args.chunk,
          "tokens_per_s": round(count * args.tokens / prefill, 2)},
         {"op": "decode", "config": args.config, "requests": count, "context": args.tokens,
          "tokens_per_s": round(count / statistics.median(decode), 2)},

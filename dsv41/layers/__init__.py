@@ -1,4 +1,6 @@
-"""The model as modules. `V41Flash` and `V41State` load on first use; ``weights`` and ``engram`` are modules."""
+"""The model as modules. `V41Flash` and `V41State` load on first use; ``weights`` and ``engram`` are
+modules.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -85,7 +85,8 @@ class Indexer(nn.Module):
 
     def head_weights(self, h: torch.Tensor) -> torch.Tensor:
         """[num_tokens, index_heads] f32: bf16(h @ weights_proj.T) / sqrt(index_dim * index_heads)."""
-        # In float64: a factor that is itself rounded to f32 moves the last bit, and with it near-ties of scores.
+        # In float64: a factor that is itself rounded to f32 moves the last bit, and with it near-ties of
+        # scores.
         wide = linear(h, self.weights_proj.weight).double()
         return (wide * self.cfg.index_dim**-0.5 * self.cfg.index_heads**-0.5).float()
 
@@ -191,7 +192,9 @@ class Attention(nn.Module):
         if self.indexer is not None:
             self.select(h, qr, step, state, shared)
         compressed = (state.compressed[self.source], shared.selected) if self.ratio else (None, None)
-        o, _ = sparse_attn(q, window, step.window_ids, *compressed, scale=cfg.softmax_scale, sink=self.attn_sink)
+        o, _ = sparse_attn(
+            q, window, step.window_ids, *compressed, scale=cfg.softmax_scale, sink=self.attn_sink
+        )
         return self.project(o, cos, sin)
 
     def project(self, o: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -204,7 +207,9 @@ class Attention(nn.Module):
         return self.wo_b(grouped_linear(grouped, self.wo_a.mxfp8).flatten(1))
 
     def forward(self, h: torch.Tensor, step: Step, state: V41State, shared: Selection) -> torch.Tensor:
-        """h [num_tokens, hidden] bf16 (normalised) to [num_tokens, hidden] bf16; writes this layer's caches."""
+        """h [num_tokens, hidden] bf16 (normalised) to [num_tokens, hidden] bf16; writes this layer's
+        caches.
+        """
         hq = quantize_mxfp8(h)
         window = self.write(h, hq, step, state, shared)
         return self.attend(h, hq, step, state, shared, window)

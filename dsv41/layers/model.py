@@ -130,12 +130,13 @@ class V41Flash(nn.Module):
             state: caches, written in place; ``state.lens`` and ``state.tokens`` advance at the end.
             cu_seqlens: [num_requests + 1] int32, first row of each request of the state (a request may have
                 none); rows past the last are padding. None when the state has one request.
-            max_len: bound on the rows of one request; None is the exact value on a CPU and num_tokens elsewhere.
-            rows: [n] int64, which rows' logits are wanted; None is all of them. Under a replay plan they count
-                its kept rows, as ``plan.logits_row`` does.
+            max_len: bound on the rows of one request; None is the exact value on a CPU and num_tokens
+                elsewhere.
+            rows: [n] int64, which rows' logits are wanted; None is all of them. Under a replay plan they
+                count its kept rows, as ``plan.logits_row`` does.
             draft_inputs: [num_tokens, num_targets * hidden] bf16 to write the drafter's inputs into, or None.
-            replay: bounded replay, a `dsv41.replay.device.DevicePlan` of exactly these rows (no padding rows):
-                the decoder layers run on the plan's rows only. None runs every row in every layer.
+            replay: bounded replay, a `dsv41.replay.device.DevicePlan` of exactly these rows (no padding
+                rows): the decoder layers run on the plan's rows only. None runs every row in every layer.
 
         Returns:
             [n, vocab_size] f32; without ``rows``, of every row of the step, or of the plan's kept rows.
@@ -144,7 +145,9 @@ class V41Flash(nn.Module):
         token out of range is a row of zeros and an entry that no page holds is not stored.
         """
         with torch.no_grad():
-            cu_seqlens, max_len = self._check(tokens, positions, state, cu_seqlens, max_len, rows, draft_inputs)
+            cu_seqlens, max_len = self._check(
+                tokens, positions, state, cu_seqlens, max_len, rows, draft_inputs
+            )
             if replay is not None:
                 check_replay(self.cfg, replay, len(tokens), state.num_requests)
             floors = None if replay is None else replay.encoder_floor
@@ -161,7 +164,9 @@ class V41Flash(nn.Module):
             return self.logits(x, pre)
 
     def embed_streams(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Streams [num_tokens, streams, hidden] bf16, all equal, and the one-hot pre-mix of the first sub-layer."""
+        """Streams [num_tokens, streams, hidden] bf16, all equal, and the one-hot pre-mix of the first
+        sub-layer.
+        """
         return embed_streams(tokens, self.embed.weight, self.cfg.num_streams)
 
     def run(
@@ -266,7 +271,9 @@ class V41Flash(nn.Module):
             check_tensor(name, "draft_inputs", draft_inputs, (count, width), torch.bfloat16, like=tokens)
         if max_len is None:
             on_cpu = tokens.device.type == "cpu"
-            max_len = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if on_cpu and state.num_requests else count
+            max_len = (
+                int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if on_cpu and state.num_requests else count
+            )
         if check_values():
             self._check_values(tokens, positions, state, cu_seqlens.tolist(), max_len, rows)
         return cu_seqlens, max_len
@@ -281,11 +288,11 @@ class V41Flash(nn.Module):
         rows: torch.Tensor | None,
     ) -> None:
         name = "V41Flash"
-        rising = cu[0] == 0 and all(a <= b for a, b in zip(cu, cu[1:], strict=False)) and cu[-1] <= len(tokens)
+        rising = cu[0] == 0 and all(a <= b for a, b in itertools.pairwise(cu)) and cu[-1] <= len(tokens)
         check(rising, name, f"cu_seqlens: rising from 0 to at most {len(tokens)}", cu)
         lens, place = state.lens.tolist(), positions.tolist()
         table = state.page_table.cpu()
-        for r, (first, end) in enumerate(zip(cu, cu[1:], strict=False)):
+        for r, (first, end) in enumerate(itertools.pairwise(cu)):
             if first == end:
                 continue
             length = end - first
@@ -312,5 +319,7 @@ class V41Flash(nn.Module):
 
 
 def stream_mean(x: torch.Tensor) -> torch.Tensor:
-    """Mean of the streams [num_tokens, streams, hidden] in f32, rounded once to bf16 (exact for four streams)."""
+    """Mean of the streams [num_tokens, streams, hidden] in f32, rounded once to bf16 (exact for four
+    streams).
+    """
     return x.float().mean(1).to(torch.bfloat16)

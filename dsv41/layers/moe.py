@@ -6,11 +6,13 @@ from torch import nn
 from ..config import V41FlashConfig
 from ..formats import E8M0, MXFP4Experts
 from ..ops import linear, mxfp4_moe, quantize_mxfp8, swiglu_quantize, topk_route
-from .linear import BlockLinear, Weight, frozen
+from .linear import BlockLinear, frozen
 
 
 class Gate(nn.Module):
-    """Router weight [num_experts, hidden] bf16 and the biases of the choice, for text and for image tokens."""
+    """Router weight [num_experts, hidden] bf16 and the biases of the choice, for text and for image
+    tokens.
+    """
 
     def __init__(self, hidden: int, num_experts: int):
         super().__init__()
@@ -20,7 +22,9 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """Routed experts, stacked; see `dsv41.formats.MXFP4Experts`. The checkpoint's tensors are slices of these."""
+    """Routed experts, stacked; see `dsv41.formats.MXFP4Experts`. The checkpoint's tensors are slices of
+    these.
+    """
 
     def __init__(self, hidden: int, inter: int, num_experts: int):
         super().__init__()

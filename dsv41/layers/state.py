@@ -30,7 +30,8 @@ class V41State:
         tokens: [num_requests, slots] int32, id of position p at p % slots: the look-back of Engram.
         page_table: [num_requests, max_pages] int32, pages of each request in order, -1 where none is held.
             A page covers ``block`` tokens: block/ratio entries of each cache.
-        windows: a PagedKV a layer (drafter stages last), one page a request: position p at slot p % page_size.
+        windows: a PagedKV a layer (drafter stages last), one page a request: position p at slot p %
+            page_size.
         compressed: PagedKV of each kv source.
         index_keys: PagedKV of each kv source, pages as ``compressed``.
         carry: [num_requests, slots, 2 * head_dim] f32 of each kv source of ratio 2.
@@ -70,7 +71,9 @@ class V41State:
         gated = {i for i in cfg.kv_sources if cfg.compress_ratios[i] == 2}
         check(set(self.carry) == gated, name, f"carry of layers {sorted(gated)}", sorted(self.carry))
         for i, ring in self.carry.items():
-            check_tensor(name, f"carry {i}", ring, (requests, None, 2 * cfg.head_dim), torch.float32, like=self.lens)
+            check_tensor(
+                name, f"carry {i}", ring, (requests, None, 2 * cfg.head_dim), torch.float32, like=self.lens
+            )
             check(ring.shape[1] >= 1, name, f"carry {i}: at least one slot", ring)
 
     @property
@@ -176,7 +179,13 @@ class V41State:
         if lens.device.type == "cpu" or check_values():
             for r, (old, new) in enumerate(zip(self.lens.tolist(), lens.tolist(), strict=True)):
                 check(0 <= new <= old, name, f"request {r}: 0 to {old} tokens", new)
-                wraps = min([self.windows[0].page_size, self.tokens.shape[1], *(c.shape[1] for c in self.carry.values())])
+                wraps = min(
+                    [
+                        self.windows[0].page_size,
+                        self.tokens.shape[1],
+                        *(c.shape[1] for c in self.carry.values()),
+                    ]
+                )
                 back = old - new if old <= wraps else self.max_rollback
                 check(old - new <= back, name, f"request {r}: at most {back} tokens taken back", old - new)
         self.lens.copy_(lens)
@@ -236,7 +245,9 @@ class Step:
     keep: tuple[torch.Tensor, torch.Tensor] | None
 
     def rows(self, rows: torch.Tensor) -> "Step":
-        """The queries ``rows`` [n] (int64) of this step, over the same window cache. For rows that only attend."""
+        """The queries ``rows`` [n] (int64) of this step, over the same window cache. For rows that only
+        attend.
+        """
 
         def pick(table: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
             return {k: v[rows] for k, v in table.items()}
@@ -263,8 +274,12 @@ def request_of_rows(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return torch.where(request < cu_seqlens.shape[0] - 1, request, -1).to(torch.int32)
 
 
-def rope_tables(cfg: V41FlashConfig, positions: torch.Tensor, yarn: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [num_tokens, rope_dim/2] f32: the plain table, or the YaRN table of the compressed layers."""
+def rope_tables(
+    cfg: V41FlashConfig, positions: torch.Tensor, yarn: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [num_tokens, rope_dim/2] f32: the plain table, or the YaRN table of the compressed
+    layers.
+    """
     if not yarn:
         return rope_table(positions, cfg.rope_dim, cfg.rope_theta)
     return rope_table(

@@ -5,8 +5,8 @@ import torch
 from .cache import read_rows
 from .numerics import bf16, matmul, narrow, wide
 
-# Queries attended at a time share one dense product over the records that any of them reads: more of them waste
-# products, fewer waste calls.
+# Queries attended at a time share one dense product over the records that any of them reads: more of them
+# waste products, fewer waste calls.
 _BLOCK = 16
 
 
@@ -19,7 +19,8 @@ def read_selected(
         ids: [num_tokens, n] slots, -1 for none.
 
     Returns:
-        records [m, dim] in the accumulation dtype, and for every id its row there, [num_tokens, n], -1 for none.
+        records [m, dim] in the accumulation dtype, and for every id its row there, [num_tokens, n], -1 for
+        none.
     """
     slots, rows = ids.unique(return_inverse=True)
     none = int((slots < 0).sum())
@@ -36,8 +37,9 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q [rows, heads, dim] over kv [n, dim] (keys and values) where mask [rows, n] is set.
 
-    The sink is one more logit of the softmax with no value; it is not multiplied by the scale. Numerator terms
-    are rounded to bf16, the denominator's are not. Records marked ``bad`` [n] are zeros here and stand for NaN.
+    The sink is one more logit of the softmax with no value; it is not multiplied by the scale. Numerator
+    terms are rounded to bf16, the denominator's are not. Records marked ``bad`` [n] are zeros here and stand
+    for NaN.
 
     Returns:
         out [rows, heads, dim] and log-sum-exp over the keys alone [rows, heads], in the accumulation dtype.

@@ -13,8 +13,8 @@ fp8         dim E4M3                                 one f32, a power of two    
 bf16        2 dim                                    none                                  [1024] rows
 ==========  =======================================  ====================================  ===========
 
-*rows*: a token's values, then its scales, token after token. *split*: all values of the page, then all scales.
-A slot number is ``page * page_size + offset``; -1 writes nothing and reads as zeros.
+*rows*: a token's values, then its scales, token after token. *split*: all values of the page, then all
+scales. A slot number is ``page * page_size + offset``; -1 writes nothing and reads as zeros.
 """
 
 import torch

@@ -1,4 +1,6 @@
-"""Compressor at ratio 2: pairs of tokens pooled per channel, with the pair's first half carried over steps."""
+"""Compressor at ratio 2: pairs of tokens pooled per channel, with the pair's first half carried over
+steps.
+"""
 
 import torch
 

@@ -51,7 +51,8 @@ _kept: contextvars.ContextVar[dict[tuple[Any, ...], tuple[Any, torch.Tensor]] | 
 def keep_weights() -> Iterator[None]:
     """Inside the context a weight is dequantised once and kept in the accumulation dtype.
 
-    Saves most of the time of small steps, for eight bytes a parameter in float64. Weights must not change inside.
+    Saves most of the time of small steps, for eight bytes a parameter in float64. Weights must not change
+    inside.
     """
     token = _kept.set({})
     try:
@@ -106,7 +107,8 @@ def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _to_odd(x: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
-    """float64 ``x``, nearest float32 ``near``, to float32 rounded to odd: the last bit tells that it is inexact.
+    """float64 ``x``, nearest float32 ``near``, to float32 rounded to odd: the last bit tells that it is
+    inexact.
 
     A later rounding to a shorter format then is the only one.
     """

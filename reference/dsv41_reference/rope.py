@@ -19,7 +19,8 @@ def rope_frequencies(
 ) -> torch.Tensor:
     """Angle a position of each pair, YaRN-blended when ``factor`` is given; no attention factor.
 
-        b_i = theta^(-2i/dim);  f_i = b_i * ((1 - ρ_i) + ρ_i / factor),  ρ_i = clamp((i - low) / (high - low), 0, 1)
+        b_i = theta^(-2i/dim);  f_i = b_i * ((1 - ρ_i) + ρ_i / factor)
+        ρ_i = clamp((i - low) / (high - low), 0, 1)
         low = max(⌊c(beta_fast)⌋, 0),  high = min(⌈c(beta_slow)⌉, dim - 1)
         c(n) = dim * ln(original_positions / (2πn)) / (2 ln theta)
 

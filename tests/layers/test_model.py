@@ -34,7 +34,9 @@ def run_chunks(kind: models.Kind, ids: torch.Tensor, cuts: list[int], state: V41
     return torch.cat(out)
 
 
-def check_incremental(kind: models.Kind, length: int, cuts: list[int], images: bool = False, seed: int = 0) -> None:
+def check_incremental(
+    kind: models.Kind, length: int, cuts: list[int], images: bool = False, seed: int = 0
+) -> None:
     ids = models.text(kind, length, seed, images)
     with accumulate(torch.float64):
         want, trace = dense(kind, ids)
@@ -55,7 +57,9 @@ def test_token_by_token_equals_dense(kind: str) -> None:
 
 
 def test_mini_equals_dense() -> None:
-    """The real 40-layer schedule, with selection and candidates at work; `python -m dsv41 demo` runs 3,000 tokens."""
+    """The real 40-layer schedule, with selection and candidates at work; `python -m dsv41 demo` runs 3,000
+    tokens.
+    """
     check_incremental(MINI, 160, [1, 60, 37])
 
 
@@ -112,7 +116,9 @@ def test_rollback_after_a_long_chunk() -> None:
 
 
 def check_batch(change: Callable[[V41State], V41State] | None = None) -> None:
-    """Requests of several lengths, one of them empty, in chunks with padding rows: each equals its dense run."""
+    """Requests of several lengths, one of them empty, in chunks with padding rows: each equals its dense
+    run.
+    """
     kind, lengths = "tiny", [33, 0, 1, 52, 16]
     cfg, model = models.config(kind), models.model(kind)
     texts = [models.text(kind, n, seed=n) for n in lengths]
@@ -209,7 +215,9 @@ def test_default_accumulation_is_close(kind: str) -> None:
 
 
 def test_index_head_weights_are_rounded_once() -> None:
-    """The scale is no power of two with four heads: rounding it first moves last bits, and with them near-ties."""
+    """The scale is no power of two with four heads: rounding it first moves last bits, and with them
+    near-ties.
+    """
     indexer = models.model(MINI).layers[2].attn.indexer
     h = torch.randn(50, MINI.hidden).bfloat16()
     with accumulate(torch.float64):

@@ -574,5 +574,5 @@ def test_other_constants_of_equal_shape_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"constants \{'index_top_k': 3, 'rope_theta': 5.0\}.*got \{"):
         open_checkpoint(tmp_path, replace(cfg, rope_theta=5.0, index_top_k=3))
     (tmp_path / "config.json").write_text('{"dim": 64}')
-    with pytest.raises(ValueError, match="expected a V4.1 config in"):
+    with pytest.raises(ValueError, match=r"expected a V4\.1 config in"):
         open_checkpoint(tmp_path, cfg)

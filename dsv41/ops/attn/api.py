@@ -38,18 +38,19 @@ def sparse_attn(
         window: PagedKV of window rows.
         window_ids: [num_tokens, n] int32 slots of ``window``, distinct in a row; -1 contributes nothing.
         compressed: PagedKV of compressed entries, or None.
-        compressed_ids: [num_tokens, m] int32 slots of ``compressed``, distinct in a row; -1 contributes nothing.
+        compressed_ids: [num_tokens, m] int32 slots of ``compressed``, distinct in a row; -1 contributes
+            nothing.
         scale: multiplies the scores.
         sink: [num_heads] f32, or None for no sink.
         return_lse: also return the log-sum-exp of the scores, without the sink.
         out: [num_tokens, num_heads, head_dim] bf16 to write into.
 
     Returns:
-        out [num_tokens, num_heads, head_dim] bf16 and lse [num_tokens, num_heads] f32 or None. A row whose ids
-        are all -1 is 0 and -inf. A row that reads a non-finite record is NaN, and no other row is.
+        out [num_tokens, num_heads, head_dim] bf16 and lse [num_tokens, num_heads] f32 or None. A row whose
+        ids are all -1 is 0 and -inf. A row that reads a non-finite record is NaN, and no other row is.
 
-    Contract: no host sync on accelerators; graph-safe; allocates only what is None; the same bits on every run;
-        bytes of records that no id names are not read into any result.
+    Contract: no host sync on accelerators; graph-safe; allocates only what is None; the same bits on every
+        run; bytes of records that no id names are not read into any result.
     Reference: dsv41_reference.attn.sparse_attn
     """
     name = "sparse_attn"

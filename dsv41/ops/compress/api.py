@@ -7,13 +7,14 @@ from ...cache import PagedKV
 from ..norm_rope.api import check_rope_table
 
 _PAIRS = Op(
-    "compress_pairs(Tensor kv_gate, Tensor request_ids, Tensor positions, Tensor(a!) carry, Tensor(b!) out) -> ()",
+    "compress_pairs(Tensor kv_gate, Tensor request_ids, Tensor positions, Tensor(a!) carry,"
+    " Tensor(b!) out) -> ()",
     reference="dsv41_reference.compress:compress_pairs",
     package=__package__,
 )
 _WRITE = Op(
-    "write_cache(Tensor x, Tensor? norm_weight, float eps, Tensor cos, Tensor sin, Tensor slots, bool round_rope,"
-    " str layout, Tensor(a!) pages) -> ()",
+    "write_cache(Tensor x, Tensor? norm_weight, float eps, Tensor cos, Tensor sin, Tensor slots,"
+    " bool round_rope, str layout, Tensor(a!) pages) -> ()",
     reference="dsv41_reference.cache:write_cache",
     package=__package__,
 )
@@ -40,15 +41,15 @@ def compress_pairs(
         kv_gate: [num_tokens, 2 * dim] f32, kv then gate. Rows of one request are consecutive and in order.
         request_ids: [num_tokens] int32, rows of the carry ring; -1 is a padding row.
         positions: [num_tokens] int32, position of each row in its request.
-        carry: [num_requests, slots, 2 * dim] f32, the row of position p at p % slots; read before it is written.
-            After a rollback of up to slots - 1 tokens it still holds what is needed.
+        carry: [num_requests, slots, 2 * dim] f32, the row of position p at p % slots; read before it is
+            written. After a rollback of up to slots - 1 tokens it still holds what is needed.
         out: [num_tokens, dim] bf16 to write into.
 
     Returns:
         [num_tokens, dim] bf16; rows at even positions and padding rows are zero.
 
-    Contract: no host sync on accelerators; graph-safe; allocates only what is None; the same bits on every run
-        and for every way to cut a request into chunks.
+    Contract: no host sync on accelerators; graph-safe; allocates only what is None; the same bits on every
+        run and for every way to cut a request into chunks.
     Reference: dsv41_reference.compress.compress_pairs
     """
     name = "compress_pairs"
@@ -85,7 +86,8 @@ def write_cache(
 ) -> None:
     """Normalise, rotate, quantise and store rows: window rows, compressed entries and index keys.
 
-        row = rms_norm(x) when a weight is given, rounded; RoPE on the last dimensions, rounded; then the record
+        row = rms_norm(x) when a weight is given, rounded; RoPE on the last dimensions, rounded; then the
+        record
 
     Args:
         x: [num_tokens, dim] bf16.

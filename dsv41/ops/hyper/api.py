@@ -51,8 +51,8 @@ def mhc_mixes(
         out: the three results to write into.
 
     Returns:
-        pre [num_tokens, streams] f32, post [num_tokens, streams] f32, comb [num_tokens, streams, streams] f32.
-        ``pre`` belongs to the *next* sub-layer's input, not to this one's.
+        pre [num_tokens, streams] f32, post [num_tokens, streams] f32, comb [num_tokens, streams, streams]
+        f32. ``pre`` belongs to the *next* sub-layer's input, not to this one's.
 
     Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run.
     Reference: dsv41_reference.hyper.mhc_mixes

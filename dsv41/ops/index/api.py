@@ -19,8 +19,8 @@ _TOPK = Op(
     package=__package__,
 )
 _INDEX_TOPK = Op(
-    "index_topk(Tensor q, Tensor q_scale, Tensor head_weights, Tensor request_ids, Tensor visible, Tensor keys,"
-    " str layout, Tensor page_table, Tensor? candidates, int block_size, Tensor(a!) ids,"
+    "index_topk(Tensor q, Tensor q_scale, Tensor head_weights, Tensor request_ids, Tensor visible,"
+    " Tensor keys, str layout, Tensor page_table, Tensor? candidates, int block_size, Tensor(a!) ids,"
     " Tensor(b!) new_candidates) -> ()",
     reference="dsv41_reference.index:index_topk",
     package=__package__,
@@ -69,7 +69,8 @@ def topk(
         [num_rows, k] int32, ascending, padded with -1. Equal scores go to the lower index; NaN and -inf are
         never chosen.
 
-    Contract: no host sync on accelerators; graph-safe; allocates only what is None; the same bits on every run.
+    Contract: no host sync on accelerators; graph-safe; allocates only what is None; the same bits on every
+        run.
     Reference: dsv41_reference.index.topk
     """
     check_tensor("topk", "scores", scores, (None, None), torch.float32)
@@ -108,7 +109,8 @@ def index_topk(
         top_k: entries a query.
         candidates: [num_tokens, n] int32, blocks of entries that this selection is restricted to, -1 padded.
         num_candidates: when positive, also publish each query's best blocks: the largest score of a block
-            ranks it, and the block of the query's newest entry is always in. Not restricted by ``candidates``.
+            ranks it, and the block of the query's newest entry is always in. Not restricted by
+            ``candidates``.
         block_size: entries a block.
         out: [num_tokens, top_k] int32 to write into.
 
@@ -117,7 +119,8 @@ def index_topk(
         are no more than top_k; ties to the lower entry; NaN never chosen. And the published blocks
         [num_tokens, num_candidates] int32, ascending, -1 padded.
 
-    Contract: no host sync on accelerators; graph-safe; allocates only what is None; the same bits on every run.
+    Contract: no host sync on accelerators; graph-safe; allocates only what is None; the same bits on every
+        run.
     Reference: dsv41_reference.index.index_topk
     """
     name = "index_topk"

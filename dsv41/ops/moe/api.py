@@ -7,8 +7,9 @@ from ...formats import MXFP8, MXFP4Experts
 from ..quant import quantize_mxfp8
 
 _MOE = Op(
-    "mxfp4_moe(Tensor x, Tensor x_scale, Tensor expert_ids, Tensor expert_weights, Tensor w13, Tensor w13_scale,"
-    " Tensor w2, Tensor w2_scale, str layout, float limit, Tensor? shared, Tensor(a!) out) -> ()",
+    "mxfp4_moe(Tensor x, Tensor x_scale, Tensor expert_ids, Tensor expert_weights, Tensor w13,"
+    " Tensor w13_scale, Tensor w2, Tensor w2_scale, str layout, float limit, Tensor? shared,"
+    " Tensor(a!) out) -> ()",
     reference="dsv41_reference.moe:mxfp4_moe",
     package=__package__,
 )
@@ -39,7 +40,8 @@ def mxfp4_moe(
         out: [num_tokens, hidden] bf16 to write into; may be ``shared``.
 
     Returns:
-        [num_tokens, hidden] bf16; ``out`` itself when it was given. A row whose ids are all -1 is ``shared`` or 0.
+        [num_tokens, hidden] bf16; ``out`` itself when it was given. A row whose ids are all -1 is ``shared``
+        or 0.
 
     Contract: no host sync on accelerators; graph-safe; allocates only what is None (and the quantised x); the
         same bits on every run; a row's bits do not depend on rows whose ids are -1.

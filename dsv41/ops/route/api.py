@@ -5,8 +5,8 @@ import torch
 from ..._op import Op, check, check_tensor, check_values, output
 
 _ROUTE = Op(
-    "topk_route(Tensor logits, Tensor bias, Tensor? image_bias, Tensor? image, float temperature, float scale,"
-    " Tensor(a!) ids, Tensor(b!) weights) -> ()",
+    "topk_route(Tensor logits, Tensor bias, Tensor? image_bias, Tensor? image, float temperature,"
+    " float scale, Tensor(a!) ids, Tensor(b!) weights) -> ()",
     reference="dsv41_reference.route:topk_route",
     package=__package__,
 )
@@ -94,7 +94,8 @@ def physical_experts(
     Returns:
         [num_tokens, top_k] int32; -1 where the id is below 0 or no expert of the table.
 
-    Contract: no host sync unless DSV41_CHECK=1; graph-safe; integer arithmetic only; the same bits on every run.
+    Contract: no host sync unless DSV41_CHECK=1; graph-safe; integer arithmetic only; the same bits on every
+        run.
     Reference: dsv41_reference.route.physical_experts
     """
     name = "physical_experts"
