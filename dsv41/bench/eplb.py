@@ -1,12 +1,13 @@
 """Measures of ``dsv41.eplb``: balance and time of plans, transfers under drift, and a whole serving regime.
 
-Everything runs on one CPU thread with NumPy; loads are synthetic, drawn as in production windows of 1,000
+Everything runs on one CPU thread; loads are synthetic, drawn as in production windows of 1,000
 steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import platform
@@ -42,6 +43,7 @@ LOADS = ("zipf .5", "zipf .8", "zipf 1.0", "lognormal .5", "lognormal 1.0", "dir
 SIZES = ((8, 1), (16, 1), (32, 1), (64, 1), (128, 1), (8, 2), (16, 2), (32, 2), (64, 2), (128, 2))
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Row = dict[str, Any]
 
 
@@ -109,32 +111,45 @@ def bench_plan(layers: int, repeats: int, sizes: tuple[tuple[int, int], ...] = S
 
 def bench_parts(layers: int, repeats: int) -> Iterator[Row]:
     """Milliseconds of the other parts on a drifted window: maps, split, table, repair; and what the table
-    costs."""
+    costs. Once with NumPy alone and, where numba is installed, once compiled."""
+    paths = {"numpy": False, "compiled": True}
+    if importlib.util.find_spec("numba") is None:
+        del paths["compiled"]
     for ranks in (64, 128):
         for name in ("lognormal .5", "zipf .8"):
-            rng = np.random.default_rng([ranks, 7])
-            p = probabilities(name, layers, EXPERTS, rng)
-            plan = rebalance_experts(window_counts(p, ranks, rng), EXPERTS + ranks, 1, 1, ranks)[0]
-            w = window_counts(drifted(p, 0.1, rng), ranks, rng)
-            shares = water_fill(w, plan, ranks)
-            table = to_table(shares, plan, EXPERTS)
-            served = (
-                np.stack([np.bincount(row.ravel(), minlength=plan.shape[1]) for row in table])
-                / table.shape[2]
-            )
-            split, exact = imbalance(w, plan, ranks, served), imbalance(w, plan, ranks, shares)
-            yield {
-                "table": "parts",
-                "ranks": ranks,
-                "loads": name,
-                "maps_ms": fastest(lambda p=plan: logical_maps(p, EXPERTS), repeats),
-                "split_ms": fastest(lambda w=w, p=plan, g=ranks: water_fill(w, p, g), repeats),
-                "table_ms": fastest(lambda s=shares, p=plan: to_table(s, p, EXPERTS), repeats),
-                "repair_ms": fastest(lambda w=w, p=plan, g=ranks: repair(w, p, g), repeats),
-                "equal": float(imbalance(w, plan, ranks).mean()),
-                "split": float(exact.mean()),
-                "split_by_table": float(split.mean()),
-            }
+            for drift in (0.1, 0.2):
+                rng = np.random.default_rng([ranks, 7])
+                p = probabilities(name, layers, EXPERTS, rng)
+                plan = rebalance_experts(window_counts(p, ranks, rng), EXPERTS + ranks, 1, 1, ranks)[0]
+                w = window_counts(drifted(p, drift, rng), ranks, rng)
+                for path in paths:
+                    parts = _parts(w, plan, ranks, repeats, paths[path])
+                    yield {
+                        "table": "parts",
+                        "ranks": ranks,
+                        "loads": name,
+                        "drift": drift,
+                        "path": path,
+                        **parts,
+                    }
+
+
+def _parts(w: Floats, plan: Ints, ranks: int, repeats: int, compiled: bool) -> Row:
+    shares = water_fill(w, plan, ranks, compiled=compiled)
+    table = to_table(shares, plan, EXPERTS)
+    served = np.stack([np.bincount(row.ravel(), minlength=plan.shape[1]) for row in table]) / table.shape[2]
+    fix = repair(w, plan, ranks, compiled=compiled)
+    return {
+        "maps_ms": fastest(lambda: logical_maps(plan, EXPERTS), repeats),
+        "split_ms": fastest(lambda: water_fill(w, plan, ranks, compiled=compiled), repeats),
+        "table_ms": fastest(lambda: to_table(shares, plan, EXPERTS), repeats),
+        "repair_ms": fastest(lambda: repair(w, plan, ranks, compiled=compiled), repeats),
+        "equal": float(imbalance(w, plan, ranks).mean()),
+        "split": float(imbalance(w, plan, ranks, shares).mean()),
+        "split_by_table": float(imbalance(w, plan, ranks, served).mean()),
+        "repair": float(fix.after.mean()),
+        "moves": len(fix.moves),
+    }
 
 
 def bench_moves(layers: int, windows: int = 5) -> Iterator[Row]:
@@ -319,7 +334,7 @@ def makers_title(table: str) -> str:
     """One line that says what a table shows."""
     return {
         "plan": "imbalance / lower bound, mean and worst layer; CPU time of one plan (NumPy, one thread)",
-        "parts": "CPU milliseconds of the other parts; imbalance after drift .1 with three splits",
+        "parts": "CPU milliseconds of the other parts; imbalance with three splits, and after repair",
         "moves": "experts new on a rank, per cent of all slots per window; imbalance after",
         "regime": "window and step imbalance while serving; transfers per layer per 10,000 steps",
     }[table]

@@ -2,15 +2,40 @@
 time.
 
 Everything is elementwise float64, sorts and running sums, so results do not depend on SIMD width or threads;
-layers are rows that never influence each other.
+layers are rows that never influence each other. The two loops that take most of the time, ``level`` and
+``_paint``, exist once more in ``_loops`` for numba, with the same bytes.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+
 import numpy as np
 
-from ._check import Bools, Floats, Ints
-from .maps import logical_maps
+from ._check import Bools, Floats, Ints, check
+from .maps import duplicates, logical_maps
+
+
+@functools.cache
+def compiled_loops(compiled: bool | None) -> ModuleType | None:
+    """``_loops``, or None for NumPy: None takes it where numba is installed, True insists on it."""
+    there = importlib.util.find_spec("numba") is not None
+    check(there or not compiled, "eplb", "numba for compiled=True", "no such package")
+    if not there or compiled is False:
+        return None
+    return importlib.import_module("._loops", __package__)
+
+
+def row_sums(index: Ints, values: Floats, length: int) -> Floats:
+    """``values`` of each row added up by ``index``, in order: [rows, length]."""
+    flat = index + np.arange(len(index))[:, None] * length
+    sums: Floats = np.bincount(flat.ravel(), values.ravel(), len(index) * length).astype(
+        np.float64, copy=False
+    )
+    return sums.reshape(len(index), length)
 
 
 class Flow:
@@ -22,23 +47,28 @@ class Flow:
     its rank.
     """
 
-    def __init__(self, w: Floats, p2l: Ints, ranks: int, shares: Floats | None = None) -> None:
+    def __init__(
+        self, w: Floats, p2l: Ints, ranks: int, shares: Floats | None = None, compiled: bool | None = None
+    ) -> None:
         layers, slots = p2l.shape
+        self.loops = compiled_loops(compiled)
+        w = np.ascontiguousarray(w)
         self.w, self.p2l, self.ranks, self.slots, self.size = w, p2l.copy(), ranks, slots, slots // ranks
         l2p, self.counts = logical_maps(p2l, w.shape[1])
-        rank = np.where(l2p < 0, -1, l2p // self.size)
-        second = np.zeros(l2p.shape, bool)
-        second[..., 1:] = (rank[..., 1:] == rank[..., :-1]) & (rank[..., 1:] >= 0)
         self.main = np.tile(np.arange(slots), (layers, 1))
-        for n, e, k in np.argwhere(second):
-            self.main[n, l2p[n, e, k]] = self.main[n, l2p[n, e, k - 1]]
-        self.hosts = np.sort(np.where(second | (l2p < 0), slots, l2p), axis=-1)
+        self.hosts = np.where(l2p < 0, slots, l2p)
+        if duplicates(p2l, ranks).any():  # only maps made elsewhere; copies of one rank are neighbours in l2p
+            rank = np.where(l2p < 0, -1, l2p // self.size)
+            second = np.zeros(l2p.shape, bool)
+            second[..., 1:] = (rank[..., 1:] == rank[..., :-1]) & (rank[..., 1:] >= 0)
+            for n, e, k in np.argwhere(second):
+                self.main[n, l2p[n, e, k]] = self.main[n, l2p[n, e, k - 1]]
+            self.hosts = np.sort(np.where(second, slots, self.hosts), axis=-1)
         self.width = (self.hosts < slots).sum(-1)
         self.mean = np.cumsum(w, axis=1)[:, -1] / ranks
-        self.x = np.zeros((layers, slots + 1))
         part = np.take_along_axis(w, p2l, 1)
         part = part / np.take_along_axis(self.counts, p2l, 1) if shares is None else part * shares
-        np.add.at(self.x, (np.arange(layers)[:, None], self.main), part)
+        self.x = row_sums(self.main, part, slots + 1)
         self.load = np.full((layers, ranks + 1), np.inf)
         self.load[:, :ranks] = 0.0
         for slot in range(self.size):
@@ -57,6 +87,9 @@ class Flow:
         """
         colour = np.full(self.w.shape, -1, np.int64)
         order = np.lexsort((-self.w, -self.width))
+        if self.loops is not None:
+            self.loops.paint(order, self.hosts, self.width, self.size, self.ranks, colour)
+            return colour
         turn = np.empty_like(order)
         np.put_along_axis(turn, order, np.arange(order.shape[1])[None], 1)
         n, e = np.nonzero(self.width > 1)
@@ -102,10 +135,8 @@ class Flow:
         self.colour[n, e] = -1
         first = hosts // self.size * self.size
         near = first[..., None] + np.arange(self.size)
-        p2l = np.concatenate((self.p2l, np.zeros((len(self.p2l), self.size), np.int64)), 1)
-        near = np.where(
-            first[..., None] < self.slots, self.colour[n[:, None, None], p2l[n[:, None, None], near]], -1
-        )
+        there = self.p2l[n[:, None, None], np.minimum(near, self.slots - 1)]
+        near = np.where(first[..., None] < self.slots, self.colour[n[:, None, None], there], -1)
         free = np.ones((len(n), int(self.colour.max(initial=-1)) + 3), bool)
         free[np.arange(len(n))[:, None], near.reshape(len(n), -1)] = False  # -1 is the last column
         free[:, -1] = False
@@ -116,6 +147,21 @@ class Flow:
 
         Steady: no slot changed by more than ``tolerance`` times the mean rank load in a sweep.
         """
+        if self.loops is not None:
+            limit = tolerance * self.mean
+            self.loops.level(
+                self.x,
+                self.load,
+                self.w,
+                self.hosts,
+                self.width,
+                self.colour,
+                self.size,
+                layers,
+                sweeps,
+                limit,
+            )
+            return
         groups = self._groups(layers)
         for _ in range(sweeps):
             change = np.zeros(len(self.w))

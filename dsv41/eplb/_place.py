@@ -17,8 +17,10 @@ import numpy as np
 
 from ._check import Bools, Floats, Ints
 
-# Up to this many slots per rank every partition of a pair of ranks is tried, above it every single swap.
-FULL_PARTITION = 4
+# Up to this many slots per rank every partition of a pair of ranks is tried (126 of them for 5 slots), above
+# it every single swap. A round of swaps is cheaper, but leaves rows of 5 slots stuck above their goal, which
+# costs further trials.
+FULL_PARTITION = 5
 PAIRS = 32  # pairs of ranks looked at per row and round: enough for a NumPy call, small enough for the cache
 SLOWLY = 2  # rounds between halvings of the hot ranks treated at once, down to a sixteenth of all
 TIE = 2.0**45  # more than the exact load of any row

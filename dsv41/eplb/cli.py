@@ -100,6 +100,7 @@ def _plan(args: argparse.Namespace) -> None:
             target=args.target or 1.02,
             budget=args.budget,
             num_nodes=args.nodes,
+            compiled=False,  # one call does not pay for loading numba
         )
         p2l, moves, shares = fix.physical_to_logical, fix.moves, fix.shares
     else:
@@ -107,7 +108,7 @@ def _plan(args: argparse.Namespace) -> None:
         p2l = rebalance_experts(
             loads, slots, args.groups, args.nodes, args.gpus, previous=old, target=target, distinct=distinct
         )[0]
-        shares = water_fill(loads, p2l, args.gpus)
+        shares = water_fill(loads, p2l, args.gpus, compiled=False)
     bound = lower_bound(loads, slots, args.gpus, distinct)
     _report(loads, args.gpus, bound, start, before, p2l, shares)
     if old is not None:

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ._check import Bools, Floats, Ints, as_loads, as_map, check, check_ranks
-from ._flow import Flow
-from .maps import peak_over_mean
+from ._flow import Flow, row_sums
+from .maps import imbalance, peak_over_mean
 from .split import flow_shares, water_fill
 
 SETTLE = 6  # sweeps after each trial move
@@ -72,6 +72,7 @@ def repair(
     budget: int | None = None,
     per_rank: int | None = None,
     num_nodes: int = 1,
+    compiled: bool | None = None,
 ) -> Repair:
     """Lower the water-filled imbalance of a map to ``target`` with few transfers.
 
@@ -89,6 +90,7 @@ def repair(
             for a small budget is a prefix of that for a large one.
         per_rank: at most this many transfers into one rank of a layer, None for no limit.
         num_nodes: sources on the node of the destination are preferred; divides ``num_gpus``.
+        compiled: as in ``water_fill``.
 
     Returns:
         Repair. A layer at or below ``target`` has no moves. An expert that stays keeps its slot.
@@ -103,7 +105,7 @@ def repair(
     check(budget is None or budget >= 0, op, "budget >= 0", budget)
     check(per_rank is None or per_rank >= 0, op, "per_rank >= 0", per_rank)
     check(num_nodes >= 1 and num_gpus % num_nodes == 0, op, f"num_nodes to divide {num_gpus} GPUs", num_nodes)
-    search = _Search(loads, old, num_gpus, per_rank)
+    search = _Search(loads, old, num_gpus, per_rank, compiled)
     before = peak_over_mean(search.flow.load[:, :num_gpus])
     search.run(target)
     order = _best_first(search.steps)
@@ -111,11 +113,10 @@ def repair(
     moves = _with_sources(old, kept, num_gpus, num_nodes)
     if len(kept) < len(order):
         p2l = apply_moves(old, moves)
-        shares = water_fill(loads, p2l, num_gpus)
+        shares = water_fill(loads, p2l, num_gpus, compiled=compiled)
     else:
         p2l, shares = search.flow.p2l, flow_shares(search.flow)
-    flow = Flow(loads, p2l, num_gpus, shares)
-    after = np.minimum(before, peak_over_mean(flow.load[:, :num_gpus]))
+    after = np.minimum(before, imbalance(loads, p2l, num_gpus, shares))
     return Repair(p2l, shares, moves, [step[1] for step in kept], before, after)
 
 
@@ -128,13 +129,16 @@ def apply_moves(physical_to_logical: ArrayLike, moves: Iterable[Move]) -> Ints:
 
 
 Step = tuple[int, float, int, int]  # layer, gain, expert, destination slot
+Saved = dict[str, tuple[tuple[Ints, ...], np.ndarray]]  # array of the flow: index, values there
 
 
 class _Search:
     """The greedy of ``repair`` on all layers at once: one trial move per layer and turn."""
 
-    def __init__(self, loads: Floats, old: Ints, ranks: int, per_rank: int | None) -> None:
-        self.flow = Flow(loads, old, ranks)
+    def __init__(
+        self, loads: Floats, old: Ints, ranks: int, per_rank: int | None, compiled: bool | None = None
+    ) -> None:
+        self.flow = Flow(loads, old, ranks, None, compiled)
         self.flow.level(np.arange(len(loads)), 20, 1e-3)
         self.ranks = ranks
         self.room = np.full((len(loads), ranks), old.shape[1] if per_rank is None else per_rank)
@@ -158,13 +162,13 @@ class _Search:
             if not len(act):
                 return
             peak = flow.peak()[act]
-            saved = self._save(act)
             leaving = flow.p2l[act, slot]
+            saved = self._save(act, np.stack((leaving, expert), 1), slot)
             self._replace(act, expert, slot)
             flow.level(act, SETTLE, 1e-3)
             gain = (peak - flow.peak()[act]) / flow.mean[act]
             good = gain > GAIN
-            self._restore(act[~good], saved, ~good)
+            self._restore(saved, ~good)
             barred[act[~good]] |= flow.p2l[act[~good]] == leaving[~good, None]
             barred[act[good]] = False
             for layer, e, p, won in zip(act[good], expert[good], slot[good], gain[good], strict=True):
@@ -194,22 +198,22 @@ class _Search:
         at = hosts // size
         above = (x[n[..., None], hosts] * (load[n[..., None], at] > mean[..., None])).sum(-1)
 
-        spare = np.maximum(mean - load[:, :-1], 0.0)
         rank = np.arange(slots) // size
-        total = np.zeros(flow.w[act].shape)
-        np.add.at(total, (n, p2l), spare[:, rank])
-        lost = np.maximum(x[:, :-1] - (total[n, p2l] - spare[:, rank]), 0.0)
-        space = (mean - load[:, :-1])[:, rank] + x[:, :-1]
-        score = np.minimum(above[:, :, None], space[:, None]) - SPILL * lost[:, None]
+        gap = (mean - load[:, :-1])[:, rank]
+        spare = np.maximum(gap, 0.0)
+        total = row_sums(p2l, spare, flow.w.shape[1])
+        lost = np.maximum(x[:, :-1] - (np.take_along_axis(total, p2l, 1) - spare), 0.0)
         open_slot = (
             ~(self.fresh[act] | barred[act])
             & (self.fixed[act[:, None], p2l] > 1)
             & (self.room[act] > 0)[:, rank]
         )
         open_slot &= rank != hot[:, None]
-        score[np.broadcast_to(~open_slot[:, None], score.shape)] = -np.inf
-        there = (p2l.reshape(len(act), 1, self.ranks, size) == expert[:, :, None, None]).any(-1)
-        score[there.repeat(size, -1)] = -np.inf
+        cost = np.where(open_slot, SPILL * lost, np.inf)
+        score = np.minimum(above[:, :, None], (gap + x[:, :-1])[:, None]) - cost[:, None]
+        there = np.zeros((*expert.shape, self.ranks + 1), bool)
+        np.put_along_axis(there, at, True, 2)
+        score.reshape(*expert.shape, self.ranks, size)[there[..., :-1]] = -np.inf
         best = score.reshape(len(act), -1).argmax(1)
         which, slot = np.divmod(best, slots)
         return expert[n[:, 0], which], slot, np.isfinite(score.reshape(len(act), -1)[n[:, 0], best])
@@ -233,20 +237,21 @@ class _Search:
         flow.load[n, only // flow.size] += flow.w[n, out] - flow.x[n, only]
         flow.x[n, only] = flow.w[n, out]
 
-    def _arrays(self) -> tuple[np.ndarray, ...]:
-        flow = self.flow
-        return (flow.x, flow.load, flow.p2l, flow.main, flow.counts, flow.width, flow.colour, flow.hosts)
+    def _save(self, n: Ints, pair: Ints, slot: Ints) -> Saved:
+        """What ``_replace`` and ``level`` may change when the second of ``pair`` replaces the first in
+        ``slot``."""
+        at: dict[str, tuple[Ints, ...]] = {"x": (n,), "load": (n,), "p2l": (n, slot), "main": (n, slot)}
+        at |= dict.fromkeys(("counts", "width", "colour", "hosts"), (n[:, None], pair))
+        return {name: (index, getattr(self.flow, name)[index]) for name, index in at.items()}
 
-    def _save(self, n: Ints) -> tuple[np.ndarray, ...]:
-        return tuple(array[n] for array in self._arrays())
-
-    def _restore(self, n: Ints, saved: tuple[np.ndarray, ...], pick: Bools) -> None:
-        for array, was in zip(self._arrays(), saved, strict=True):
-            if array.ndim == 3:
-                array[n, :, : was.shape[2]] = was[pick]
-                array[n, :, was.shape[2] :] = self.flow.slots
+    def _restore(self, saved: Saved, pick: Bools) -> None:
+        for name, (index, was) in saved.items():
+            index, array = tuple(i[pick] for i in index), getattr(self.flow, name)
+            if name == "hosts":  # may have become wider since
+                array[index] = self.flow.slots
+                array[(*index, slice(was.shape[2]))] = was[pick]
             else:
-                array[n] = was[pick]
+                array[index] = was[pick]
 
 
 def _best_first(steps: list[list[Step]]) -> list[Step]:

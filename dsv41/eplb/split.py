@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ._check import Floats, Ints, as_loads, as_map, check, check_ranks
-from ._flow import Flow
+from ._flow import Flow, row_sums
 from .maps import logical_maps
 
 ENTRIES = 64
@@ -20,6 +20,7 @@ def water_fill(
     start: Floats | None = None,
     sweeps: int = 20,
     tolerance: float = 1e-3,
+    compiled: bool | None = None,
 ) -> Floats:
     """The share of its expert's load that each slot should take, to level the ranks of a fixed map.
 
@@ -38,6 +39,9 @@ def water_fill(
         sweeps: at most this many passes over the experts.
         tolerance: a layer stops once no slot changed by this many mean rank loads in a sweep; 0 for all
             sweeps.
+        compiled: use loops compiled by numba: True, False, or None for "where it is installed". The same
+            bytes either way; the first compiled call of a process loads numba, that of an installation also
+            compiles.
 
     Returns:
         [layers, slots] float64, >= 0, adding up to 1 over the copies of each expert. An idle expert, and an
@@ -54,20 +58,16 @@ def water_fill(
     if start is not None:
         start = np.asarray(start, np.float64)
         check(start.shape == p2l.shape, op, f"start: {list(p2l.shape)}", list(start.shape))
-    flow = Flow(loads, p2l, num_gpus, start)
+    flow = Flow(loads, p2l, num_gpus, start, compiled)
     flow.level(np.arange(len(loads)), sweeps, tolerance)
     return flow_shares(flow)
 
 
 def flow_shares(flow: Flow) -> Floats:
     """A flow as shares per slot."""
-    n = np.arange(len(flow.p2l))[:, None]
-    copies = np.zeros(flow.p2l.shape)
-    np.add.at(copies, (n, flow.main), 1.0)
-    part = flow.x[n, flow.main] / copies[n, flow.main]
-    total = np.zeros(flow.w.shape)
-    np.add.at(total, (n, flow.p2l), part)
-    total = np.take_along_axis(total, flow.p2l, 1)
+    copies = row_sums(flow.main, np.ones(flow.p2l.shape), flow.slots)
+    part = np.take_along_axis(flow.x, flow.main, 1) / np.take_along_axis(copies, flow.main, 1)
+    total = np.take_along_axis(row_sums(flow.p2l, part, flow.w.shape[1]), flow.p2l, 1)
     even = 1.0 / np.take_along_axis(flow.counts, flow.p2l, 1)
     return np.where(total > 0, part / np.where(total > 0, total, 1.0), even)
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ._check import Floats, Ints, as_loads, as_map, check, check_ranks
+from ._flow import compiled_loops
 from .maps import imbalance, peak_over_mean
 from .repair import Move, repair
 from .split import ENTRIES, equal_shares, to_table, water_fill
@@ -111,6 +112,7 @@ class Balancer:
         per_rank: most transfers into one rank of a layer per repair.
         patience: steps after which an uncommitted decision is ``overdue``.
         entries: entries per expert of the table.
+        compiled: as in ``water_fill``; loaded here, so that no decision waits for it.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Balancer:
         per_rank: int | None = 3,
         patience: int = 1000,
         entries: int = ENTRIES,
+        compiled: bool | None = None,
     ) -> None:
         op = "Balancer"
         p2l = np.asarray(physical_to_logical)
@@ -134,7 +137,8 @@ class Balancer:
         check(target >= 1 and min_gain >= 0, op, "target >= 1 and min_gain >= 0", (target, min_gain))
         self.num_experts, self.num_gpus, self.entries = num_experts, num_gpus, entries
         self.target, self.min_gain, self.budget, self.per_rank = target, min_gain, budget, per_rank
-        self.patience = patience
+        self.patience, self.compiled = patience, compiled
+        compiled_loops(compiled)
         self.shares = equal_shares(self.physical_to_logical, num_experts)
         self.table = to_table(self.shares, self.physical_to_logical, num_experts, entries)
         self.epoch = 0
@@ -150,13 +154,19 @@ class Balancer:
         weight = as_loads("Balancer.decide", loads)
         old = self.physical_to_logical
         now = self._mean(imbalance(weight, old, self.num_gpus, self.shares))
-        shares = water_fill(weight, old, self.num_gpus)
+        shares = water_fill(weight, old, self.num_gpus, compiled=self.compiled)
         refreshed = repaired = self._mean(imbalance(weight, old, self.num_gpus, shares))
         action: Action = "refresh" if now - refreshed > STALE_GAIN else "keep"
         p2l, moves = old, []
         if allow_moves and refreshed > self.target - self.min_gain:
             fix = repair(
-                weight, old, self.num_gpus, target=self.target, budget=self.budget, per_rank=self.per_rank
+                weight,
+                old,
+                self.num_gpus,
+                target=self.target,
+                budget=self.budget,
+                per_rank=self.per_rank,
+                compiled=self.compiled,
             )
             gained = refreshed - self._mean(fix.after)
             if fix.moves and gained >= self.min_gain:

@@ -279,21 +279,28 @@ digest = hashlib.sha256()
 for w in (rng.integers(0, 5, (2, 384)), np.exp(rng.normal(0, 1, (2, 384))) * 1e4, rng.poisson(30, (2, 384))):
     p2l = rebalance_experts(w, 448, 1, 1, 64)[0]
     v = w * rng.uniform(0.7, 1.4, w.shape)
-    fix = repair(v, p2l, 64)
-    shares = water_fill(v, p2l, 64)
-    table, moves = to_table(shares, p2l, 384), np.array(fix.moves)
-    for array in (p2l, fix.physical_to_logical, fix.shares, moves, shares, table):
-        digest.update(np.ascontiguousarray(array).tobytes())
+    for compiled in (None, False):
+        fix = repair(v, p2l, 64, compiled=compiled)
+        shares = water_fill(v, p2l, 64, compiled=compiled)
+        table, moves = to_table(shares, p2l, 384), np.array(fix.moves)
+        for array in (p2l, fix.physical_to_logical, fix.shares, moves, shares, table):
+            digest.update(np.ascontiguousarray(array).tobytes())
 print(digest.hexdigest())
 """
 
 
 def test_same_bytes_whatever_the_machine_does() -> None:
-    """Hash seeds, thread counts and CPU features (NumPy without its faster kernels) make no difference."""
+    """Hash seeds, thread counts and CPU features (NumPy without its faster kernels, numba for a generic CPU)
+    make no difference."""
     runs = (
         {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
         {"PYTHONHASHSEED": "77", "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"},
-        {"NPY_DISABLE_CPU_FEATURES": "all", "OPENBLAS_CORETYPE": "Sandybridge"},
+        {
+            "NPY_DISABLE_CPU_FEATURES": "all",
+            "OPENBLAS_CORETYPE": "Sandybridge",
+            "NUMBA_CPU_NAME": "generic",
+            "NUMBA_CPU_FEATURES": "",
+        },
     )
     seen = set()
     for extra in runs:
