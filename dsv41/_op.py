@@ -220,7 +220,8 @@ def _forced_kernel(op: str) -> str | None:
     env = os.environ.get("DSV41_IMPL")
     if not env:
         return None
-    rules = dict(part.split("=", 1) if "=" in part else ("*", part) for part in env.split(","))
+    pairs = (part.rpartition("=") for part in env.split(","))
+    rules = {name or "*": kernel for name, _, kernel in pairs}
     return rules.get(op, rules.get("*"))
 
 

@@ -67,7 +67,7 @@ def mutated(target: str, old: str, new: str, *users: ModuleType) -> Iterator[Non
     *path, last = name.split(".")
     owner = functools.reduce(getattr, path, module)
     original = inspect.getattr_static(owner, last)
-    function = original
+    function: Any = original
     while not isinstance(function, FunctionType):
         function = function.fget if isinstance(function, property) else function.__wrapped__
     source = textwrap.dedent(inspect.getsource(function))
@@ -138,7 +138,8 @@ def test_table() -> None:
 
 def check_shared_expert_is_clamped() -> None:
     """Gate and up of the shared expert are far past the limit, and the output is that of the limit."""
-    moe = models.build("micro").layers[0].ffn
+    layer: Any = models.build("micro").layers[0]
+    moe = layer.ffn
     x = torch.full((1, moe.cfg.hidden), 8.0, dtype=torch.bfloat16)
     for part in (moe.shared_experts.w1, moe.shared_experts.w3):
         part.weight.data.copy_(torch.ones(part.weight.shape))

@@ -35,7 +35,7 @@ def choose(tokens: int, count: int, slots: int) -> torch.Tensor:
 def by_hand(q: torch.Tensor, rows: list[torch.Tensor], sink: float | None) -> tuple[torch.Tensor, float]:
     """One query head over its records: (out, log-sum-exp)."""
     z = [SCALE * float(q.double() @ r) for r in rows]
-    top = max([*z, *([] if sink is None else [sink])], default=-math.inf)
+    top: float = max([*z, *([] if sink is None else [sink]), -math.inf])
     if top == -math.inf:
         return torch.zeros(DIM, dtype=BF16), -math.inf
     e = [math.exp(v - top) for v in z]
@@ -55,7 +55,7 @@ def test_closed_form(sets: int, sink: bool) -> None:
     near, far = choose(5, 6, 12), choose(5, 3, 16)
     near[2] = far[2] = -1
     sinks = torch.tensor([0.5, -2.0]) if sink else None
-    extra = (compressed, far) if sets == 2 else ()
+    extra: Any = (compressed, far) if sets == 2 else ()
     with accumulate(torch.float64):
         out, lse = ops.sparse_attn(q, window, near, *extra, scale=SCALE, sink=sinks, return_lse=True)
     assert lse is not None
@@ -133,12 +133,11 @@ def test_rows() -> None:
 def test_slots_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV41_CHECK", "1")
     window, q = cache("mxfp8", 4), torch.zeros(1, 1, DIM, dtype=BF16)
-    for label, extra in (
-        ("window_ids", ()),
-        ("compressed_ids", (window, torch.tensor([[4]], dtype=torch.int32))),
-    ):
-        ids = torch.tensor([[-1 if extra else 4]], dtype=torch.int32)
-        assert_refused(lambda: ops.sparse_attn(q, window, ids, *extra, scale=1.0), f"{label}: -1 to 3, got")  # noqa: B023
+    past, none = (torch.tensor([[slot]], dtype=torch.int32) for slot in (4, -1))
+    message = "{}: -1 to 3, got 4 to 4"
+    assert_refused(lambda: ops.sparse_attn(q, window, past, scale=1.0), message.format("window_ids"))
+    two = (q, window, none, window, past)
+    assert_refused(lambda: ops.sparse_attn(*two, scale=1.0), message.format("compressed_ids"))
 
 
 C, Q, N = cache("mxfp8", 4), torch.zeros(2, 1, DIM, dtype=BF16), torch.zeros(2, 1, dtype=torch.int32)

@@ -102,7 +102,7 @@ def test_none_and_shared() -> None:
 def test_numbering_of_experts_does_not_matter(order: list[int], seed: int) -> None:
     torch.manual_seed(seed)
     x, e, (ids, weights) = torch.randn(6, HIDDEN).to(BF16), experts(), choices(6)
-    moved = MXFP4Experts(*[w[order] for w in (e.w13, e.w13_scale, e.w2, e.w2_scale)])
+    moved = MXFP4Experts(e.w13[order], e.w13_scale[order], e.w2[order], e.w2_scale[order])
     place = torch.tensor([order.index(i) for i in range(4)], dtype=torch.int32)
     with accumulate(torch.float64):
         want = ops.mxfp4_moe(x, ids, weights, e, limit=10.0)
@@ -141,9 +141,10 @@ def test_a_wrong_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 E, X = experts(1), torch.zeros(2, HIDDEN, dtype=BF16)
 J, W = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, 1)
+NOTHING: Any = None
 ERRORS: dict[str, Any] = {
     "experts": (
-        lambda: ops.mxfp4_moe(X, J, W, None, limit=1.0),
+        lambda: ops.mxfp4_moe(X, J, W, NOTHING, limit=1.0),
         "mxfp4_moe: expected experts: MXFP4Experts, got None",
     ),
     "x": (
