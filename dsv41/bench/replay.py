@@ -1,4 +1,4 @@
-"""`python -m dsv41 bench replay`: what bounded replay saves on paper, and what planning costs in time.
+"""`python -m dsv41 bench replay`: what bounded replay saves on paper and on a model, and what planning costs.
 
 Each part is one function in `_PARTS`; it prints its table and returns True when its bound holds.
 """
@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", type=int, default=140, help="decoder rows kept at the end of a prompt")
     parser.add_argument("--chunk", type=int, default=4096, help="prefill chunk in tokens")
     parser.add_argument("--repeats", type=int, default=300, help="timed calls of each plan")
+    parser.add_argument("--tokens", type=int, default=4096, help="prompt of the prefill part")
+    parser.add_argument("--model-chunk", type=int, default=512, help="tokens a forward of the prefill part")
+    parser.add_argument("--json", help="append the measurements on models to this JSON-lines file")
+    parser.add_argument(
+        "--plot", metavar="PATH", help="part error: also draw savings and error (needs matplotlib)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,4 +131,23 @@ def _time(call: Callable[[], object], repeats: int) -> tuple[float, float]:
     return float(np.median(times)) / 1e3, min(times) / 1e3
 
 
-_PARTS: dict[str, Callable[[argparse.Namespace], bool]] = {"flops": _flops, "planner": _planner}
+def _prefill(args: argparse.Namespace) -> bool:
+    """Time of a prefill with and without replay."""
+    from .replay_model import prefill_speed
+
+    return prefill_speed(args)
+
+
+def _error(args: argparse.Namespace) -> bool:
+    """Error of the last row against `keep`."""
+    from .replay_model import prefill_error
+
+    return prefill_error(args)
+
+
+_PARTS: dict[str, Callable[[argparse.Namespace], bool]] = {
+    "flops": _flops,
+    "planner": _planner,
+    "prefill": _prefill,
+    "error": _error,
+}

@@ -1,7 +1,5 @@
 """One forward under bounded replay: every row in the encoder layers, a plan's rows in the decoder layers."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -72,7 +70,7 @@ class ReplayedForward:
 
     def __init__(
         self,
-        model: V41Flash,
+        model: "V41Flash",
         replay: Replay,
         tokens: torch.Tensor,
         step: Step,

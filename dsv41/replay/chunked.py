@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,20 @@ from .device import DevicePlan, to_device
 from .encoder import plan_encoder_hit
 from .plan import plan_decoder
 from .spans import RequestSpan
+
+
+def planner(
+    config: ReplayConfig, geometry: ReplayGeometry, device: torch.device | str = "cpu"
+) -> Callable[[Iterable[tuple[int, int, int]]], DevicePlan]:
+    """For loops that make their own steps (`dsv41.spec.generate`): (rows, end, prompt length)s to their
+    plan.
+    """
+
+    def plan(steps: Iterable[tuple[int, int, int]]) -> DevicePlan:
+        spans = [RequestSpan(rows, end, length) for rows, end, length in steps]
+        return to_device(plan_decoder(config, geometry, spans), device)
+
+    return plan
 
 
 def plan_prompt(

@@ -16,7 +16,8 @@ from dsv41.cache import PagedKV
 from dsv41.layers import V41State, attention
 from dsv41.layers.replayed import ReplayedForward
 from dsv41.replay import ReplayConfig, ReplayGeometry, ReplayPlan, RequestSpan, plan_encoder_hit
-from dsv41.replay.chunked import plan_prompt, prefill
+from dsv41.replay.chunked import plan_prompt, planner, prefill
+from dsv41.spec import generate
 from tests import models
 from tests.replay.model_runs import Cut, Run, lend, one, replaced, same_entries, same_rows, setting, variant
 
@@ -530,6 +531,21 @@ def check_prefill(chunk: int | None = 10) -> None:
 @pytest.mark.parametrize("chunk", [None, 10])
 def test_prefill(chunk: int | None) -> None:
     check_prefill(chunk)
+
+
+def test_generate_with_an_exact_keep() -> None:
+    """The loop's prefill under a plan; at an exact keep the text is that of mode off."""
+    cfg = variant(2, 6)
+    geom = ReplayGeometry.from_config(cfg)
+    prompts = [models.text(cfg, n, n).tolist() for n in (40, 3, 26)]
+    config = setting(cfg, "compact", geom.exact_keep())
+    done = []
+    with accumulate(torch.float64):
+        for replay in (None, planner(config, geom)):
+            state = V41State.allocate(cfg, 3, 48, block=2)
+            model = models.model(cfg)
+            done.append(generate(model, state, prompts, max_new_tokens=4, chunk=17, replay=replay).tokens)
+    assert done[0] == done[1] and all(len(tokens) == 4 for tokens in done[0])
 
 
 def refuse(match: str, call: Callable[[], Any]) -> None:
