@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike
 
 from ._check import Bools, Floats, Ints, as_loads, as_map, check, check_ranks
 from ._flow import Flow, row_sums
-from .maps import imbalance, peak_over_mean
-from .split import flow_shares, water_fill
+from .maps import imbalance
+from .split import flow_shares
 
 SETTLE = 6  # sweeps after each trial move
 TRIES = 12  # moves in a row that may fail to help before a layer is left as it is
@@ -43,8 +43,9 @@ class Repair:
     """Outcome of ``repair``: the new map and shares, both [layers, slots], the moves that lead there, and
     imbalances.
 
-    ``before`` and ``after`` [layers] are water-filled; ``gains[i]`` is what move ``i`` takes off its layer's
-    imbalance.
+    ``before`` and ``after`` [layers] are what ``imbalance`` gives for the old map, levelled, and for the map
+    and shares here. ``gains[i]`` is what move ``i`` takes off its layer's imbalance; a layer's gains add up
+    to ``before - after`` (rounding aside).
     """
 
     physical_to_logical: Ints
@@ -79,7 +80,8 @@ def repair(
     One move gives an expert of the hottest rank a slot on a colder one, in place of an expert that has
     another copy. The move with the largest estimate of what it can take off the peak is tried, the split is
     levelled again, and the move stays if the peak fell. So after every move each expert is still present, and
-    no layer ever gets worse.
+    no layer ever gets worse. No rank receives an expert that it held in the old map, so every move is a
+    transfer that the new map needs.
 
     Args:
         weight: [layers, experts] loads, finite, >= 0.
@@ -106,17 +108,20 @@ def repair(
     check(per_rank is None or per_rank >= 0, op, "per_rank >= 0", per_rank)
     check(num_nodes >= 1 and num_gpus % num_nodes == 0, op, f"num_nodes to divide {num_gpus} GPUs", num_nodes)
     search = _Search(loads, old, num_gpus, per_rank, compiled)
-    before = peak_over_mean(search.flow.load[:, :num_gpus])
+    start = flow_shares(search.flow)
+    before = imbalance(loads, old, num_gpus, start)
     search.run(target)
     order = _best_first(search.steps)
     kept = order if budget is None else order[:budget]
-    moves = _with_sources(old, kept, num_gpus, num_nodes)
     if len(kept) < len(order):
-        p2l = apply_moves(old, moves)
-        shares = water_fill(loads, p2l, num_gpus, compiled=compiled)
-    else:
-        p2l, shares = search.flow.p2l, flow_shares(search.flow)
-    after = np.minimum(before, imbalance(loads, p2l, num_gpus, shares))
+        search = _Search(loads, old, num_gpus, per_rank, compiled)
+        search.replay(kept)
+    p2l, shares = search.flow.p2l, flow_shares(search.flow)
+    after = imbalance(loads, p2l, num_gpus, shares)
+    worse = after > before  # by rounding alone: every step lowered the peak
+    p2l[worse], shares[worse], after[worse] = old[worse], start[worse], before[worse]
+    kept = [step for step in kept if not worse[step[0]]]
+    moves = _with_sources(old, kept, num_gpus, num_nodes)
     return Repair(p2l, shares, moves, [step[1] for step in kept], before, after)
 
 
@@ -145,10 +150,29 @@ class _Search:
         self.fixed = self.flow.counts.copy()  # copies still in a slot of the old map
         self.fresh = np.zeros(old.shape, bool)  # slots already given away
         # Slots that carry the flow of further copies on their rank (only maps made elsewhere have any) stay.
-        self.held = np.zeros(old.shape, bool)
-        n, p = np.nonzero(self.flow.main != np.arange(old.shape[1]))
-        self.held[n, self.flow.main[n, p]] = True
+        self.held = self._holding(np.arange(len(loads)))
+        self.home = np.zeros((*loads.shape, ranks), bool)  # ranks that held an expert in the old map
+        self.home[np.arange(len(loads))[:, None], old, np.arange(old.shape[1]) // self.flow.size] = True
         self.steps: list[list[Step]] = [[] for _ in loads]
+
+    def _holding(self, n: Ints) -> Bools:
+        """Slots of layers ``n`` that stand for other slots of their rank as well."""
+        held = np.zeros((len(n), self.flow.slots), bool)
+        row, p = np.nonzero(self.flow.main[n] != np.arange(self.flow.slots))
+        held[row, self.flow.main[n][row, p]] = True
+        return held
+
+    def replay(self, steps: list[Step]) -> None:
+        """Take ``steps`` again, which ``run`` found: the flow is then what it was after the last of each
+        layer."""
+        todo: dict[int, list[Step]] = {}
+        for step in steps:
+            todo.setdefault(step[0], []).append(step)
+        for turn in range(max(map(len, todo.values()), default=0)):
+            now = [own[turn] for own in todo.values() if turn < len(own)]
+            layers = np.array([step[0] for step in now])
+            self._replace(layers, np.array([step[2] for step in now]), np.array([step[3] for step in now]))
+            self.flow.level(layers, SETTLE, 1e-3)
 
     def run(self, target: float) -> None:
         """Move until every layer is at its target or out of moves that help."""
@@ -175,6 +199,7 @@ class _Search:
                 self.steps[layer].append((int(layer), float(won), int(e), int(p)))
             self.fixed[act[good], leaving[good]] -= 1
             self.fresh[act[good], slot[good]] = True
+            self.held[act[good]] = self._holding(act[good])
             self.room[act[good], slot[good] // flow.size] -= 1
             fails[act] = np.where(good, 0, fails[act] + 1)
             act = act[(flow.peak()[act] > target * flow.mean[act]) & (fails[act] < TRIES)]
@@ -204,19 +229,22 @@ class _Search:
         total = row_sums(p2l, spare, flow.w.shape[1])
         lost = np.maximum(x[:, :-1] - (np.take_along_axis(total, p2l, 1) - spare), 0.0)
         open_slot = (
-            ~(self.fresh[act] | barred[act])
+            ~(self.fresh[act] | barred[act] | self.held[act])
             & (self.fixed[act[:, None], p2l] > 1)
             & (self.room[act] > 0)[:, rank]
         )
         open_slot &= rank != hot[:, None]
         cost = np.where(open_slot, SPILL * lost, np.inf)
         score = np.minimum(above[:, :, None], (gap + x[:, :-1])[:, None]) - cost[:, None]
-        there = np.zeros((*expert.shape, self.ranks + 1), bool)
-        np.put_along_axis(there, at, True, 2)
-        score.reshape(*expert.shape, self.ranks, size)[there[..., :-1]] = -np.inf
-        best = score.reshape(len(act), -1).argmax(1)
+        # No second copy on a rank (its copies there are all of the old map, or came by a move), and none back
+        # to a rank that gave its copy away.
+        there = self.home[act[:, None], expert]
+        row, e, k = np.nonzero(hosts < slots)
+        there[row, e, at[row, e, k]] = True
+        score = np.where(np.repeat(there, size, axis=2), -np.inf, score).reshape(len(act), -1)
+        best = score.argmax(1)
         which, slot = np.divmod(best, slots)
-        return expert[n[:, 0], which], slot, np.isfinite(score.reshape(len(act), -1)[n[:, 0], best])
+        return expert[n[:, 0], which], slot, np.isfinite(score[n[:, 0], best])
 
     def _replace(self, n: Ints, e: Ints, slot: Ints) -> None:
         """Put expert ``e`` into ``slot`` of each layer; the flow that was there moves to its other copies."""

@@ -168,10 +168,10 @@ class Balancer:
                 per_rank=self.per_rank,
                 compiled=self.compiled,
             )
-            gained = refreshed - self._mean(fix.after)
-            if fix.moves and gained >= self.min_gain:
+            after = self._mean(fix.after)
+            if fix.moves and refreshed - after >= self.min_gain:
                 action, p2l, shares, moves = "repair", fix.physical_to_logical, fix.shares, fix.moves
-                repaired = refreshed - gained
+                repaired = after
         if action == "keep":
             shares, table = self.shares, self.table
         else:
