@@ -60,8 +60,29 @@ def as_map(op: str, name: str, value: Any, layers: int, experts: int, slots: int
     return array
 
 
+def check_whole(op: str, **values: object) -> None:
+    """Raise unless every named value is an integer, of Python or NumPy; None and bool are not."""
+    for name, value in values.items():
+        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        check(whole, op, f"{name} to be an integer", repr(value))
+
+
+def as_shares(op: str, name: str, value: Any, shape: tuple[int, ...]) -> Floats:
+    """Shares as float64, checked: the shape, finite, none negative."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    array = np.asarray(value)
+    fits = array.shape == shape and array.dtype.kind in "iuf"
+    check(fits, op, f"{name}: {list(shape)}", f"{list(array.shape)} {array.dtype}")
+    array = array.astype(np.float64)
+    bad = ~(np.isfinite(array) & (array >= 0))
+    check(not bad.any(), op, f"finite {name} >= 0", array[bad][0] if bad.any() else None)
+    return array
+
+
 def check_ranks(op: str, slots: int, num_gpus: int) -> int:
-    """Slots per rank; raises unless ``num_gpus >= 1`` divides ``slots``."""
+    """Slots per rank; raises unless ``num_gpus >= 1`` divides ``slots``; both must be integers."""
+    check_whole(op, slots=slots, num_gpus=num_gpus)
     check(num_gpus >= 1, op, "num_gpus >= 1", num_gpus)
     check(slots % num_gpus == 0, op, "slots divisible by num_gpus", f"{slots} slots over {num_gpus} GPUs")
     return slots // num_gpus

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--nodes", type=int, default=1, help="nodes, for groups and for nearby sources (default 1)"
     )
-    plan.add_argument("--previous", type=Path, metavar="MAP", help="[layers, slots] map in use: repair it")
+    plan.add_argument(
+        "--previous",
+        type=Path,
+        metavar="MAP",
+        help="[layers, slots] map in use (this command's .npz too): repair it",
+    )
     plan.add_argument(
         "--full", action="store_true", help="with --previous: a new plan, renumbered to move less"
     )
@@ -44,35 +50,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--plot", type=Path, metavar="PNG", help="draw the rank loads before and after")
 
 
-def read_matrix(path: Path) -> np.ndarray:
-    """A matrix from .npy (no pickles), .csv (comma-separated rows) or .json (list of rows)."""
+def read_matrix(path: Path, key: str = "") -> np.ndarray:
+    """A matrix from .npy (no pickles), .csv (comma-separated rows), .json (list of rows), or ``key`` of an
+    .npz."""
     check(path.is_file(), OP, "a file", str(path))
     kind = path.suffix.lower()
-    check(kind in (".npy", ".csv", ".json"), OP, "a .npy, .csv or .json file", path.name)
+    kinds = (".npy", ".csv", ".json", ".npz") if key else (".npy", ".csv", ".json")
+    check(kind in kinds, OP, f"a {', '.join(kinds[:-1])} or {kinds[-1]} file", path.name)
+    want = f"a rectangular matrix of numbers in {path.name}"
+    check(path.stat().st_size > 0, OP, want, "an empty file")
     try:
         if kind == ".npy":
             return np.load(path, allow_pickle=False)
-        if kind == ".csv":
-            return np.loadtxt(path, delimiter=",", ndmin=2)
-        return np.array(json.loads(path.read_text()))
-    except ValueError as error:
-        raise ValueError(
-            f"{OP}: expected a rectangular matrix of numbers in {path.name}, got {error}"
-        ) from None
+        if kind == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                check(key in arrays, OP, f"{key} in {path.name}", ", ".join(arrays) or "nothing")
+                return arrays[key]
+        text = path.read_text(encoding="utf-8-sig")
+        if kind == ".json":
+            return np.array(json.loads(text))
+        lines = text.splitlines()
+        check(any(line.partition("#")[0].strip() for line in lines), OP, want, "no rows")
+        return np.loadtxt(lines, delimiter=",", ndmin=2)
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        if str(error).startswith(f"{OP}: "):
+            raise
+        raise ValueError(f"{OP}: expected {want}, got {' '.join(str(error).split())}") from None
+
+
+def _writable(name: str, path: Path) -> None:
+    """Raise unless ``path`` can be written; leaves nothing behind and what is there as it is."""
+    new = not path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{OP}: expected a writable file for {name}, got {path}: {error.strerror}") from None
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan, print imbalances and moves, write the maps; 0, or 2 after one sentence on what is wrong."""
     try:
         _plan(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}")
         return 2
     return 0
 
 
 def _plan(args: argparse.Namespace) -> None:
+    check(args.target is None or args.target >= 1, OP, "target >= 1", args.target)
     loads = as_loads(OP, read_matrix(args.loads))
+    out = args.out or args.loads.with_name("eplb_plan.npz")
+    check(out.suffix in (".npz", ".npy"), OP, "--out to end in .npz, or .npy for the map alone", out.name)
+    _writable("--out", out)
+    if args.plot:
+        kinds = (".png", ".svg", ".pdf", ".jpg", ".jpeg")
+        check(args.plot.suffix.lower() in kinds, OP, f"--plot to end in {', '.join(kinds)}", args.plot.name)
+        _writable("--plot", args.plot)
     layers, experts = loads.shape
     check(args.redundant >= 0, OP, "redundant >= 0", args.redundant)
     slots = experts + args.redundant
@@ -85,7 +122,7 @@ def _plan(args: argparse.Namespace) -> None:
         before, start = _first_map(loads, slots, args.gpus)
         old = None
     else:
-        matrix = read_matrix(args.previous)
+        matrix = read_matrix(args.previous, "physical_to_logical")
         if matrix.dtype.kind == "f":  # text formats
             check(bool((matrix == np.rint(matrix)).all()), OP, "whole numbers in --previous", "fractions")
             matrix = matrix.astype(np.int64)
@@ -97,14 +134,14 @@ def _plan(args: argparse.Namespace) -> None:
             loads,
             old,
             args.gpus,
-            target=args.target or 1.02,
+            target=args.target if args.target is not None else 1.02,
             budget=args.budget,
             num_nodes=args.nodes,
             compiled=False,  # one call does not pay for loading numba
         )
         p2l, moves, shares = fix.physical_to_logical, fix.moves, fix.shares
     else:
-        target = args.target or 1.002
+        target = args.target if args.target is not None else 1.002
         p2l = rebalance_experts(
             loads, slots, args.groups, args.nodes, args.gpus, previous=old, target=target, distinct=distinct
         )[0]
@@ -119,7 +156,6 @@ def _plan(args: argparse.Namespace) -> None:
               f" slot {move.dst_slot}")  # fmt: skip
     if len(moves) > 20:
         print(f"  and {len(moves) - 20} more")
-    out = args.out or args.loads.with_name("eplb_plan.npz")
     _write(out, p2l, experts, shares, moves)
     print(f"wrote {out}")
     if args.plot:
@@ -157,7 +193,6 @@ def _write(out: Path, p2l: Ints, experts: int, shares: Floats, moves: list[Move]
     arrays["table"] = to_table(shares, p2l, experts, ENTRIES)
     arrays["shares"] = shares
     arrays["moves"] = np.array(moves, np.int64).reshape(len(moves), len(Move._fields))
-    check(out.suffix in (".npz", ".npy"), OP, "--out to end in .npz, or .npy for the map alone", out.name)
     if out.suffix == ".npy":
         np.save(out, p2l)
     else:

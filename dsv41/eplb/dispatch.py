@@ -9,7 +9,7 @@ from ._check import check
 from ._mix import mix
 
 
-def dispatch(ids: ArrayLike, table: NDArray[np.integer], source: int, step: int = 0) -> NDArray[np.int32]:
+def dispatch(ids: ArrayLike, table: ArrayLike, source: int, step: int = 0) -> NDArray[np.int32]:
     """The physical expert of every routed pair of one layer, on one source rank.
 
         physical[t, j] = table[e, (k + mix(source, e, step)) & (entries - 1)],   e = ids[t, j]
@@ -35,21 +35,23 @@ def dispatch(ids: ArrayLike, table: NDArray[np.integer], source: int, step: int 
     Contract: integer arithmetic only; a kernel that numbers pairs in row-major order repeats it bit for bit.
     """
     op = "dispatch"
-    chosen = np.asarray(ids)
+    chosen, slots = np.asarray(ids), np.asarray(table)
+    if chosen.size == 0 and not hasattr(ids, "dtype"):  # an empty list has no integers to tell its type by
+        chosen = chosen.astype(np.int64)
     want = "ids: [tokens, top_k] of integers"
     check(chosen.ndim == 2 and chosen.dtype.kind in "iu", op, want, f"{list(chosen.shape)} {chosen.dtype}")
     want = "table: [experts, entries] of integers, entries a power of two"
-    fits = table.ndim == 2 and table.dtype.kind in "iu" and table.shape[1] > 0
-    fits = fits and table.shape[1] & (table.shape[1] - 1) == 0
-    check(fits, op, want, f"{list(table.shape)} {table.dtype}")
+    fits = slots.ndim == 2 and slots.dtype.kind in "iu" and slots.shape[1] > 0
+    fits = fits and slots.shape[1] & (slots.shape[1] - 1) == 0
+    check(fits, op, want, f"{list(slots.shape)} {slots.dtype}")
     check(source >= 0 and step >= 0, op, "source >= 0 and step >= 0", (source, step))
-    experts, entries = table.shape
+    experts, entries = slots.shape
     check(chosen.size == 0 or int(chosen.max()) < experts, op, f"ids below {experts}", chosen.max(initial=0))
     flat = chosen.astype(np.int64).ravel()
     valid = flat >= 0
     e = np.where(valid, flat, 0)
     at = (earlier_pairs(flat) + mix(source, e, step)) & (entries - 1)
-    return np.where(valid, table[e, at], -1).astype(np.int32).reshape(chosen.shape)
+    return np.where(valid, slots[e, at], -1).astype(np.int32).reshape(chosen.shape)
 
 
 def earlier_pairs(flat: NDArray[np.int64]) -> NDArray[np.int64]:

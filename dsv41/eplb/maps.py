@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ._check import Floats, Ints, as_loads, as_map, check, check_ranks, exact, replica_counts
+from ._check import Floats, Ints, as_loads, as_map, as_shares, check, check_ranks, exact, replica_counts
 from ._place import replicate
 
 
@@ -47,8 +47,8 @@ def rank_loads(
         weight: [layers, experts] loads, finite, >= 0.
         physical_to_logical: [layers, slots] integers.
         num_gpus: ranks; divides ``slots``.
-        shares: [layers, slots] float64, the part of its expert's load that each slot takes, or None for equal
-            parts.
+        shares: [layers, slots] float64, finite, >= 0: the part of its expert's load that each slot takes; or
+            None for equal parts.
 
     Returns:
         [layers, num_gpus] float64, in the unit of ``weight``. Added slot by slot in order: the same bits
@@ -62,8 +62,7 @@ def rank_loads(
     if shares is None:
         part = part / np.take_along_axis(replica_counts(p2l, loads.shape[1]), p2l, 1)
     else:
-        check(shares.shape == p2l.shape, op, f"shares: {list(p2l.shape)}", list(shares.shape))
-        part = part * shares
+        part = part * as_shares(op, "shares", shares, p2l.shape)
     part = part.reshape(len(p2l), num_gpus, size)
     total = np.zeros(part.shape[:2])
     for slot in range(size):
@@ -105,6 +104,14 @@ def count_transfers(old: ArrayLike, new: ArrayLike, num_gpus: int) -> Ints:
     op = "count_transfers"
     was, now = np.asarray(old), np.asarray(new)
     check(was.shape == now.shape and was.ndim == 2, op, f"new: {list(was.shape)}", list(now.shape))
+    for name, array in (("old", was), ("new", now)):
+        check(array.dtype.kind in "iu", op, f"{name} of integers", array.dtype)
+        check(
+            array.size == 0 or int(array.min()) >= 0,
+            op,
+            f"{name} to hold expert ids >= 0",
+            array.min(initial=0),
+        )
     size = check_ranks(op, was.shape[1], num_gpus)
     was = was.reshape(len(was), num_gpus, size)
     now = np.sort(now.reshape(was.shape), -1)

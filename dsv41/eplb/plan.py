@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from . import _place
-from ._check import Floats, Ints, as_loads, as_map, check, check_ranks, exact, replica_counts
+from . import _place, _tiny
+from ._check import Floats, Ints, as_loads, as_map, check, check_ranks, check_whole, exact, replica_counts
 from ._mix import mix
 from ._relabel import align, keep_slots
 from .maps import logical_maps, peak_bound
@@ -83,6 +83,9 @@ def rebalance_experts(
     """
     loads = as_loads(OP, weight)
     experts = loads.shape[1]
+    check_whole(OP, num_replicas=num_replicas, num_groups=num_groups, num_nodes=num_nodes, num_gpus=num_gpus)
+    if budget is not None:
+        check_whole(OP, budget=budget)
     check(target >= 1, OP, "target >= 1", target)
     check(num_replicas >= experts, OP, f"num_replicas >= {experts} experts", num_replicas)
     check_ranks(OP, num_replicas, num_gpus)
@@ -121,15 +124,25 @@ def greedy_map(weight: ArrayLike, num_replicas: int, num_gpus: int, distinct: bo
     """The plain greedy, for comparison: copies to the largest slice, then heaviest first to the lightest
     rank.
 
-    Ties go to the lower expert and rank. Arguments as ``rebalance_experts``; returns [layers, num_replicas]
+    Ties go to the lower expert and rank. With ``distinct``, a layer in which the greedy runs into a rank that
+    has the expert already is dealt in rounds instead; more slots than ``experts * num_gpus`` raise
+    ``ValueError``. Arguments as ``rebalance_experts``; returns [layers, num_replicas]
     int64.
     """
     op = "greedy_map"
+    check_whole(op, num_replicas=num_replicas, num_gpus=num_gpus)
     w = exact(as_loads(op, weight))
     check(num_replicas >= w.shape[1], op, f"num_replicas >= {w.shape[1]} experts", num_replicas)
     check_ranks(op, num_replicas, num_gpus)
+    most = w.shape[1] * num_gpus if distinct else num_replicas
+    check(
+        num_replicas <= most, op, f"at most {most} slots of distinct experts on {num_gpus} GPUs", num_replicas
+    )
     counts = _place.replicate(w, num_replicas - w.shape[1], num_gpus if distinct else num_replicas)
-    slots, _ = _place.lightest_first(*_place.sorted_items(w, counts), num_gpus, distinct)
+    expert, part = _place.sorted_items(w, counts)
+    slots, found = _place.lightest_first(expert, part, num_gpus, distinct)
+    if distinct and not found.all():
+        slots[~found] = _place.deal(expert[~found], part[~found], num_gpus)
     return slots.reshape(len(w), num_replicas)
 
 
@@ -262,6 +275,22 @@ def _search_free(best: _Rows, left: Ints, counts: Ints, extra: int, cap: int, ra
         if not len(left):
             return
         _restart(best, left, cap, trials, turn)
+    if best.slots[0].size <= _tiny.SLOTS:
+        left = left[best.peak[left] > best.goal[left]]
+        _enumerate(best, left)
+
+
+def _enumerate(best: _Rows, rows: Ints) -> None:
+    """Look through the maps of tiny rows, as far as that is cheap."""
+    ranks, size = best.slots.shape[1:]
+    for row in rows:
+        w = best.w[row]
+        found = _tiny.best_placement(w, ranks * size, ranks, float(best.peak[row]), float(best.goal[row]))
+        if found is not None:
+            slots = found[None]
+            counts = replica_counts(slots.reshape(1, -1), len(w))
+            at = np.array([row])
+            best.keep(at, counts, slots, _packing(w[None], counts, slots, best.distinct).part.sum(-1).max(1))
 
 
 def _restart(best: _Rows, rows: Ints, cap: int, trials: int, turn: int) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ._check import Bools, Floats, Ints, as_loads, as_map, check, check_ranks
+from ._check import Bools, Floats, Ints, as_loads, as_map, check, check_ranks, check_whole
 from ._flow import Flow, row_sums
 from .maps import imbalance
 from .split import flow_shares
@@ -104,6 +104,7 @@ def repair(
     old = as_map(op, "previous", previous, *loads.shape)
     check_ranks(op, old.shape[1], num_gpus)
     check(target >= 1, op, "target >= 1", target)
+    check_whole(op, **{k: v for k, v in {"budget": budget, "per_rank": per_rank}.items() if v is not None})
     check(budget is None or budget >= 0, op, "budget >= 0", budget)
     check(per_rank is None or per_rank >= 0, op, "per_rank >= 0", per_rank)
     check(num_nodes >= 1 and num_gpus % num_nodes == 0, op, f"num_nodes to divide {num_gpus} GPUs", num_nodes)

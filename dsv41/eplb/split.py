@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._check import Floats, Ints, as_loads, as_map, check, check_ranks
+from ._check import Floats, Ints, as_loads, as_map, as_shares, check, check_ranks
 from ._flow import Flow, row_sums
 from .maps import logical_maps
 
@@ -35,7 +35,8 @@ def water_fill(
         weight: [layers, experts] loads, finite, >= 0.
         physical_to_logical: [layers, slots] integers, every expert present.
         num_gpus: ranks; divides ``slots``.
-        start: [layers, slots] shares to start from, such as the previous result; None for equal shares.
+        start: [layers, slots] shares to start from, such as the previous result; None for equal
+            shares. An expert's must add up to 1.
         sweeps: at most this many passes over the experts.
         tolerance: a layer stops once no slot changed by this many mean rank loads in a sweep; 0 for all
             sweeps.
@@ -56,8 +57,10 @@ def water_fill(
     check_ranks(op, p2l.shape[1], num_gpus)
     check(sweeps >= 0 and tolerance >= 0, op, "sweeps >= 0 and tolerance >= 0", (sweeps, tolerance))
     if start is not None:
-        start = np.asarray(start, np.float64)
-        check(start.shape == p2l.shape, op, f"start: {list(p2l.shape)}", list(start.shape))
+        start = as_shares(op, "start", start, p2l.shape)
+        total = row_sums(p2l, start, loads.shape[1])
+        off = float(total.flat[np.abs(total - 1).argmax()])
+        check(abs(off - 1) < 1e-6, op, "start of an expert to add up to 1", off)
     flow = Flow(loads, p2l, num_gpus, start, compiled)
     flow.level(np.arange(len(loads)), sweeps, tolerance)
     return flow_shares(flow)

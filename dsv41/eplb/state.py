@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._check import Floats, Ints, as_loads, as_map, check, check_ranks
+from ._check import Floats, Ints, as_loads, as_map, check, check_ranks, check_whole
 from ._flow import compiled_loops
 from .maps import imbalance, peak_over_mean
 from .repair import Move, repair
@@ -73,13 +73,14 @@ def metrics(physical_counts: ArrayLike, num_gpus: int) -> Metrics:
     return Metrics(math.fsum(ratio) / len(ratio), float(ratio.max()), floor)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Decision:
     """What ``Balancer.decide`` proposes for epoch ``epoch``; nothing happens until ``Balancer.commit``.
 
     ``now``, ``refreshed``, ``repaired``: predicted mean imbalance over layers when left alone, with a new
     split, and after ``moves`` (equal to ``refreshed`` without moves). ``physical_to_logical``, ``shares``
     [layers, slots] and ``table`` [layers, experts, entries] are those to serve with afterwards.
+    Two decisions are equal only if they are the same object.
     """
 
     action: Action
@@ -134,6 +135,11 @@ class Balancer:
         check(p2l.ndim == 2, op, "physical_to_logical: [layers, slots]", list(p2l.shape))
         self.physical_to_logical = as_map(op, "physical_to_logical", p2l, len(p2l), num_experts)
         check_ranks(op, p2l.shape[1], num_gpus)
+        limits = {"budget": budget, "per_rank": per_rank, "patience": patience}
+        for name, limit in limits.items():
+            if limit is not None or name == "patience":
+                check_whole(op, **{name: limit})
+                check(limit is not None and limit >= 0, op, f"{name} >= 0", limit)
         check(target >= 1 and min_gain >= 0, op, "target >= 1 and min_gain >= 0", (target, min_gain))
         self.num_experts, self.num_gpus, self.entries = num_experts, num_gpus, entries
         self.target, self.min_gain, self.budget, self.per_rank = target, min_gain, budget, per_rank

@@ -75,8 +75,9 @@ def count_pairs(ids: ArrayLike, num_experts: int, padding: ArrayLike | None = No
 
 @dataclass(frozen=True)
 class Quality:
-    """What a snapshot rests on: steps and routed pairs it covers, and steps recorded since the window was
-    made."""
+    """What a snapshot rests on: steps and routed pairs it covers (``pairs`` of this rank alone), and
+    ``recorded``, the steps recorded since the window was made or last cleared; those made while ``enabled``
+    is 0 do not count."""
 
     steps: int
     pairs: int
@@ -119,13 +120,26 @@ class LoadWindow:
         step = np.asarray(counts)
         check(step.shape == self.ring.shape[1:], op, f"counts: {list(self.ring.shape[1:])}", list(step.shape))
         check(step.dtype.kind in "iu", op, "counts of integers", step.dtype)
-        check(int(step.min()) >= 0, op, "counts >= 0", int(step.min()))
+        low, high = int(step.min()), int(step.max())
+        check(low >= 0, op, "counts >= 0", low)
+        check(high < 1 << 63, op, "counts below 2**63", high)
         roll(self.ring, self.clock, self.lanes, step.astype(np.int64), self.enabled, self.block_steps)
 
-    def snapshot(self, all_reduce: Callable[[Ints], Ints] | None = None) -> Ints:
-        """Sum over the window, [layers, experts] int64; ``all_reduce`` adds the snapshots of all ranks up."""
+    def snapshot(self, all_reduce: Callable[[Ints], Ints | None] | None = None) -> Ints:
+        """Sum over the window, [layers, experts] int64; ``all_reduce`` adds the snapshots of all ranks up.
+
+        ``all_reduce`` either returns the sum, of the same shape and int64, or works in place and returns
+        None.
+        """
         total = np.asarray(self.ring).sum(0, dtype=np.int64)
-        return total if all_reduce is None else all_reduce(total)
+        reduced = None if all_reduce is None else all_reduce(total)
+        if reduced is None:
+            return total
+        out = np.asarray(reduced)
+        fits = out.shape == total.shape and out.dtype == np.int64
+        want = f"all_reduce to return {list(total.shape)} int64"
+        check(fits, "LoadWindow.snapshot", want, f"{list(out.shape)} {out.dtype}")
+        return out
 
     def quality(self) -> Quality:
         """Steps and pairs (of this rank) the snapshot covers."""
