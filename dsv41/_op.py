@@ -220,15 +220,25 @@ def _forced_kernel(op: str) -> str | None:
     env = os.environ.get("DSV41_IMPL")
     if not env:
         return None
-    pairs = (part.rpartition("=") for part in env.split(","))
-    rules = {name or "*": kernel for name, _, kernel in pairs}
+    rules = {}
+    for part in env.split(","):
+        name, _, kernel = (text.strip() for text in part.rpartition("="))
+        known = bool(kernel) and (not name or name in _OPS)
+        check(known, "DSV41_IMPL", "a kernel, or op=kernel parts with commas between", env)
+        rules[name or "*"] = kernel
     return rules.get(op, rules.get("*"))
 
 
 @contextlib.contextmanager
-def use(kernel: str, *ops: str) -> Iterator[None]:
-    """Inside the context the named ops (all, when none is named) run on ``kernel`` or raise `Unsupported`."""
-    token = _forced.set({**(_forced.get() or {}), **dict.fromkeys(ops or ("*",), kernel)})
+def use(kernel: str, *chosen: str | Callable[..., Any]) -> Iterator[None]:
+    """Inside the context the named ops (all, when none is named) run on ``kernel`` or raise `Unsupported`.
+
+    Args:
+        kernel: a kernel's name, or "torch" for the reference.
+        chosen: ops, by public function or by name.
+    """
+    names = [_op_name("use", op) for op in chosen]
+    token = _forced.set({**(_forced.get() or {}), **dict.fromkeys(names or ("*",), kernel)})
     try:
         yield
     finally:
@@ -248,10 +258,16 @@ def explain(op: str | Callable[..., Any], target: Target | None = None) -> list[
         op: the op's public function or its name.
         target: any `Target`, also of a machine that is not here; None is the CPU.
     """
-    name = op if isinstance(op, str) else op.__name__
+    target = target or Target("cpu")
+    check(isinstance(target, Target), "explain", "target: a Target", target)
+    return ops()[_op_name("explain", op)].explain(target)
+
+
+def _op_name(caller: str, op: Any) -> str:
+    name = op if isinstance(op, str) else getattr(op, "__name__", None)
     table = ops()
-    check(name in table, "explain", f"an op of dsv41.ops: {sorted(table)}", name)
-    return table[name].explain(target or Target("cpu"))
+    check(name in table, caller, f"an op of dsv41.ops: {', '.join(sorted(table))}", op)
+    return str(name)
 
 
 @contextlib.contextmanager

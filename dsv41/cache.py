@@ -68,6 +68,7 @@ class PagedKV:
 
     def __post_init__(self) -> None:
         p, width = self.pages, self.record.bytes
+        check(isinstance(p, torch.Tensor), "PagedKV", "pages: a tensor", p)
         good = p.dim() == 3 and p.dtype == torch.uint8 and p.shape[2] == width
         check(good, "PagedKV", f"pages: [num_pages, page_size, {width}] uint8 ({self.record.layout})", p)
         strides = (p.stride(1) == width or p.shape[1] == 1) and p.stride(2) == 1
@@ -111,7 +112,11 @@ def page_slots(
     if page_table.shape[0] == 0 or page_table.shape[1] == 0:
         return torch.full_like(entry_ids, -1, dtype=torch.int32)
     page = entry_ids.div(page_size, rounding_mode="floor")
-    held = (entry_ids >= 0) & (page < page_table.shape[1]) & (request_ids >= 0)[:, None]
-    row = request_ids.long().clamp(min=0)[:, None]
+    held = (
+        (entry_ids >= 0)
+        & (page < page_table.shape[1])
+        & ((request_ids >= 0) & (request_ids < page_table.shape[0]))[:, None]
+    )
+    row = request_ids.long().clamp(0, page_table.shape[0] - 1)[:, None]
     number = page_table[row, page.long().clamp(0, page_table.shape[1] - 1)]
     return torch.where(held & (number >= 0), number * page_size + entry_ids % page_size, -1).to(torch.int32)

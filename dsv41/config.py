@@ -324,7 +324,8 @@ class V41FlashConfig:
         Errors: ValueError that names every missing field, or the first value this library does not implement.
         """
         name = "V41FlashConfig.from_hf"
-        nested = "text_config" in config
+        check(isinstance(config, Mapping), name, "a config.json mapping", config)
+        nested = isinstance(config.get("text_config"), Mapping)
         text: Mapping[str, Any] = {**config, **config["text_config"]} if nested else config
         missing: list[str] = []
 

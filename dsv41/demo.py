@@ -113,7 +113,10 @@ def read_text(path: str | None) -> str:
     """The given file, or the passage that ships with the library."""
     if path is None:
         return importlib.resources.files("dsv41").joinpath("data/passage.txt").read_text("utf-8")
-    return Path(path).read_text("utf-8")
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"demo: expected a UTF-8 text file, got {path} ({error})") from error
 
 
 def largest(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -150,6 +153,9 @@ def place(start: int, count: int) -> torch.Tensor:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 when every stage passed."""
+    for name, least in (("tokens", 1), ("decode", 0)):
+        if getattr(args, name) < least:
+            raise SystemExit(f"demo: expected --{name} of {least} or more, got {getattr(args, name)}")
     report = Report()
     with tempfile.TemporaryDirectory() as folder:
         stages(args, report, Path(folder))

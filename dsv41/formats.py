@@ -22,6 +22,11 @@ def _bytes(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.uint8)
 
 
+def _check_pair(name: str, values: object, scale: object) -> None:
+    tensors = isinstance(values, torch.Tensor) and isinstance(scale, torch.Tensor)
+    check(tensors, name, "values and scale: tensors", (type(values).__name__, type(scale).__name__))
+
+
 @dataclass(frozen=True)
 class MXFP8:
     """E4M3 values with UE8M0 scales, one a 1 x 32 block along the last dimension or one a 32 x 32 tile.
@@ -39,6 +44,7 @@ class MXFP8:
     def __post_init__(self) -> None:
         v, s, rows = self.values, self.scale, self.tile_rows
         check(rows in (1, 32), "MXFP8", "tile_rows: 1 or 32", rows)
+        _check_pair("MXFP8", v, s)
         check(v.dtype == E4M3 and v.dim() >= rows // 32 + 1, "MXFP8", "values: [..., K] float8_e4m3fn", v)
         wanted = [*v.shape[:-1], v.shape[-1] // 32]
         if rows == 32:
@@ -71,6 +77,7 @@ class MXFP4:
 
     def __post_init__(self) -> None:
         v, s = self.values, self.scale
+        _check_pair("MXFP4", v, s)
         check(v.dtype == torch.uint8 and v.dim() >= 1, "MXFP4", "values: [..., K/2] uint8", v)
         check(v.shape[-1] % 16 == 0, "MXFP4", "values: K a multiple of 32 (16 bytes)", v)
         wanted = [*v.shape[:-1], v.shape[-1] // 16]
@@ -99,6 +106,7 @@ class NVFP4:
 
     def __post_init__(self) -> None:
         v, s = self.values, self.scale
+        _check_pair("NVFP4", v, s)
         check(v.dtype == torch.uint8 and v.dim() >= 1, "NVFP4", "values: [..., K/2] uint8", v)
         check(v.shape[-1] % 8 == 0, "NVFP4", "values: K a multiple of 16 (8 bytes)", v)
         wanted = [*v.shape[:-1], v.shape[-1] // 8]
@@ -133,6 +141,8 @@ class MXFP4Experts:
 
     def __post_init__(self) -> None:
         name = "MXFP4Experts"
+        tensors = all(isinstance(t, torch.Tensor) for t in (self.w13, self.w13_scale, self.w2, self.w2_scale))
+        check(tensors, name, "four tensors", type(self.w13).__name__)
         check(self.w13.dim() == 3, name, "w13: [num_experts, 2 * inter, hidden/2] uint8", self.w13)
         if self.layout != "plain":
             return
@@ -215,7 +225,8 @@ def quantize_nvfp4(x: torch.Tensor, *, floor: float = _quant.FLOOR_NVFP4) -> NVF
 
 
 def _check_blocks(name: str, x: torch.Tensor, block: int) -> None:
-    good = x.dim() >= 1 and x.is_floating_point() and x.shape[-1] % block == 0
+    good = isinstance(x, torch.Tensor) and x.dim() >= 1
+    good = good and x.is_floating_point() and x.shape[-1] % block == 0
     check(good, name, f"x: [..., K] float with K a multiple of {block}", x)
 
 

@@ -135,15 +135,15 @@ STATE: list[Mutation] = [
     (
         "slot-minus-one-is-the-last",
         f"{REF}.cache:write_rows",
-        "keep = (slots >= 0).nonzero()[:, 0]",
+        "keep = in_range(pages, slots).nonzero()[:, 0]",
         "keep = (slots >= -1).nonzero()[:, 0]",
         "tests.test_cache:test_slot_minus_one('mxfp8')",
     ),
     (
         "masked-by-zero-times",
         f"{REF}.cache:read_rows",
-        "torch.where((slots >= 0)[:, None], row, 0)",
-        "row * (slots >= 0)[:, None]",
+        "torch.where(held[:, None], row, 0)",
+        "row * held[:, None]",
         "tests.test_cache:test_slot_minus_one('mxfp8')",
     ),
     (

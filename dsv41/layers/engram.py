@@ -65,7 +65,12 @@ class TokenMap:
         """
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(tokenizer_json))
+        try:
+            tokenizer = Tokenizer.from_file(str(tokenizer_json))
+        except Exception as error:
+            raise ValueError(
+                f"TokenMap.build: expected a tokenizer in {tokenizer_json}, got {error}"
+            ) from error
         normalise = _normaliser().normalize_str
         count = tokenizer.get_vocab_size(with_added_tokens=True)
         texts = tokenizer.decode_batch([[i] for i in range(count)], skip_special_tokens=False)

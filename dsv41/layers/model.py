@@ -142,7 +142,7 @@ class V41Flash(nn.Module):
             [n, vocab_size] f32; without ``rows``, of every row of the step, or of the plan's kept rows.
 
         Under DSV41_CHECK=1 token ids, positions and room are checked before anything is written; otherwise a
-        token out of range is a row of zeros and an entry that no page holds is not stored.
+        token out of range embeds as zeros and an entry that no page holds is not stored.
         """
         with torch.no_grad():
             cu_seqlens, max_len = self._check(
@@ -243,6 +243,7 @@ class V41Flash(nn.Module):
         """Record the step's ids and advance the lengths."""
         append_ids(state.tokens, tokens, step.positions, cu_seqlens)
         state.lens.add_(cu_seqlens[1:] - cu_seqlens[:-1])
+        torch.maximum(state.written, state.lens, out=state.written)
 
     def _check(
         self,
@@ -257,6 +258,7 @@ class V41Flash(nn.Module):
         name, count = "V41Flash", tokens.shape[0]
         check_tensor(name, "tokens", tokens, (None,), torch.int32, torch.int64, like=self.embed.weight)
         check_tensor(name, "positions", positions, (count,), torch.int32, like=tokens)
+        check(isinstance(state, V41State), name, "state: V41State", state)
         check(state.cfg == self.cfg, name, "a state of the same config", "another")
         check(state.lens.device == tokens.device, name, f"a state on {tokens.device}", f"{state.lens.device}")
         if cu_seqlens is None:
@@ -266,6 +268,9 @@ class V41Flash(nn.Module):
         check_tensor(name, "cu_seqlens", cu_seqlens, (state.num_requests + 1,), torch.int32, like=tokens)
         if rows is not None:
             check_tensor(name, "rows", rows, (None,), torch.int64, like=tokens)
+            if rows.numel() and (rows.device.type == "cpu" or check_values()):
+                inside = int(rows.min()) >= 0 and int(rows.max()) < count
+                check(inside, name, f"rows: 0 to {count - 1}", f"{int(rows.min())} to {int(rows.max())}")
         if draft_inputs is not None:
             width = len(self.cfg.draft.target_layers) * self.cfg.hidden
             check_tensor(name, "draft_inputs", draft_inputs, (count, width), torch.bfloat16, like=tokens)
@@ -275,7 +280,7 @@ class V41Flash(nn.Module):
                 int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if on_cpu and state.num_requests else count
             )
         if check_values():
-            self._check_values(tokens, positions, state, cu_seqlens.tolist(), max_len, rows)
+            self._check_values(tokens, positions, state, cu_seqlens.tolist(), max_len)
         return cu_seqlens, max_len
 
     def _check_values(
@@ -285,7 +290,6 @@ class V41Flash(nn.Module):
         state: V41State,
         cu: list[int],
         max_len: int,
-        rows: torch.Tensor | None,
     ) -> None:
         name = "V41Flash"
         rising = cu[0] == 0 and all(a <= b for a, b in itertools.pairwise(cu)) and cu[-1] <= len(tokens)
@@ -309,9 +313,6 @@ class V41Flash(nn.Module):
         used = tokens[: cu[-1]]
         bad = used[(used < 0) | (used >= self.cfg.vocab_size)]
         check(not bad.numel(), name, f"token ids 0 to {self.cfg.vocab_size - 1}", bad[:1].tolist())
-        if rows is not None and rows.numel():
-            low, high = int(rows.min()), int(rows.max())
-            check(low >= 0 and high < len(tokens), name, f"rows: 0 to {len(tokens) - 1}", f"{low} to {high}")
 
     @staticmethod
     def _num_pages(state: V41State) -> int:

@@ -27,6 +27,7 @@ class V41State:
     Args:
         cfg: the model's config.
         lens: [num_requests] int32, tokens processed so far.
+        written: [num_requests] int32, most tokens that the rings ever held at once; a rollback leaves it.
         tokens: [num_requests, slots] int32, id of position p at p % slots: the look-back of Engram.
         page_table: [num_requests, max_pages] int32, pages of each request in order, -1 where none is held.
             A page covers ``block`` tokens: block/ratio entries of each cache.
@@ -39,6 +40,7 @@ class V41State:
 
     cfg: V41FlashConfig
     lens: torch.Tensor
+    written: torch.Tensor
     tokens: torch.Tensor
     page_table: torch.Tensor
     windows: tuple[PagedKV, ...]
@@ -50,6 +52,7 @@ class V41State:
         name, cfg = "V41State", self.cfg
         check_tensor(name, "lens", self.lens, (None,), torch.int32)
         requests = self.lens.shape[0]
+        check_tensor(name, "written", self.written, (requests,), torch.int32, like=self.lens)
         check_tensor(name, "tokens", self.tokens, (requests, None), torch.int32, like=self.lens)
         look_back = cfg.engram.max_ngram - 1
         check(self.tokens.shape[1] > look_back, name, f"tokens: more than {look_back} slots", self.tokens)
@@ -126,6 +129,8 @@ class V41State:
             device: where.
         """
         name = "V41State.allocate"
+        whole = all(isinstance(n, int) for n in (num_requests, max_tokens, block))
+        check(whole, name, "whole numbers", (num_requests, max_tokens, block))
         check(num_requests >= 0 and max_tokens >= 0, name, "sizes of 0 or more", (num_requests, max_tokens))
         check(max_tokens <= cfg.max_positions, name, f"max_tokens: up to {cfg.max_positions}", max_tokens)
         check(block >= 2 and block % 2 == 0, name, "block: an even number of tokens", block)
@@ -158,6 +163,7 @@ class V41State:
         return V41State(
             cfg=cfg,
             lens=torch.zeros(num_requests, dtype=torch.int32, device=device),
+            written=torch.zeros(num_requests, dtype=torch.int32, device=device),
             tokens=torch.full((num_requests, small), -1, dtype=torch.int32, device=device),
             page_table=table.view(num_requests, pages_each),
             windows=tuple(PagedKV(r, window) for r in rings),
@@ -171,28 +177,30 @@ class V41State:
         Args:
             lens: [num_requests] int32, each at most the current length.
 
-        A request can go back by `max_rollback` tokens, or anywhere as long as no ring has wrapped around
-        (checked on a CPU and under DSV41_CHECK=1; on an accelerator the engine knows its draft count).
+        A request can go back to `max_rollback` tokens before the furthest it ever was, or anywhere as long as
+        no ring has wrapped around (checked on a CPU and under DSV41_CHECK=1; on an accelerator the engine
+        knows its draft count).
         """
         name = "V41State.rollback"
         check_tensor(name, "lens", lens, (self.num_requests,), torch.int32, like=self.lens)
         if lens.device.type == "cpu" or check_values():
-            for r, (old, new) in enumerate(zip(self.lens.tolist(), lens.tolist(), strict=True)):
-                check(0 <= new <= old, name, f"request {r}: 0 to {old} tokens", new)
-                wraps = min(
-                    [
-                        self.windows[0].page_size,
-                        self.tokens.shape[1],
-                        *(c.shape[1] for c in self.carry.values()),
-                    ]
-                )
-                back = old - new if old <= wraps else self.max_rollback
-                check(old - new <= back, name, f"request {r}: at most {back} tokens taken back", old - new)
+            slots = [self.tokens.shape[1], *(ring.shape[1] for ring in self.carry.values())]
+            wraps = min(self.windows[0].page_size, *slots)
+            rows = zip(self.lens.tolist(), self.written.tolist(), lens.tolist(), strict=True)
+            for r, (old, furthest, new) in enumerate(rows):
+                # A ring slot holds the last position that was written there, also after a rollback.
+                least = 0 if furthest <= wraps else furthest - self.max_rollback
+                check(least <= new <= old, name, f"request {r}: {least} to {old} tokens", new)
         self.lens.copy_(lens)
 
     def reset(self, request: int) -> None:
         """Empty one request's sequence. Its pages and rings stay its own."""
+        self._check_request("V41State.reset", request)
         self.lens[request] = 0
+        self.written[request] = 0
+
+    def _check_request(self, name: str, request: int) -> None:
+        check(0 <= request < self.num_requests, name, f"request: 0 to {self.num_requests - 1}", request)
 
     def adopt(self, request: int, tokens: torch.Tensor) -> None:
         """Continue behind a cached prefix: the next step of the request starts at position ``len(tokens)``.
@@ -204,14 +212,16 @@ class V41State:
         No ring holds a window row then: pass ``forward`` a replay plan whose ``swa_start`` is the length.
         """
         name, length = "V41State.adopt", tokens.shape[0]
-        check(0 <= request < self.num_requests, name, f"request: 0 to {self.num_requests - 1}", request)
+        self._check_request(name, request)
         check_tensor(name, "tokens", tokens, (None,), torch.int32, torch.int64, like=self.lens)
+        check(length <= self.capacity, name, f"a prefix of at most {self.capacity} tokens", length)
         even = length % 2 == 0
         check(even, name, "an even prefix: a compressed pair must not straddle its end", length)
         held = self.tokens.shape[1]
         place = torch.arange(max(0, length - held), length, device=tokens.device)
         self.tokens[request, place % held] = tokens[place].to(torch.int32)
         self.lens[request] = length
+        self.written[request] = length
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ def read_selected(
         records [m, dim] in the accumulation dtype, and for every id its row there, [num_tokens, n], -1 for
         none.
     """
+    ids = torch.where(ids < pages.shape[0] * pages.shape[1], ids, -1)  # past the cache: none
     slots, rows = ids.unique(return_inverse=True)
     none = int((slots < 0).sum())
     return wide(read_rows(pages, layout, dim, slots[none:])), (rows - none).clamp(min=-1)
@@ -56,7 +57,7 @@ def attend(
     total = e.sum(-1)
     denominator = total + torch.exp(logit - top)
     values = matmul(bf16(e).flatten(0, 1), kv.T).view(rows, heads, -1)
-    out = torch.where(denominator[..., None] > 0, values / denominator[..., None], 0)
+    out = torch.where(denominator[..., None] == 0, 0, values / denominator[..., None])
     lse = torch.log(total) + top
     spoiled = (mask & bad).any(-1)[:, None]
     return torch.where(spoiled[..., None], torch.nan, out), torch.where(spoiled, torch.nan, lse)

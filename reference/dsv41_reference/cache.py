@@ -107,19 +107,26 @@ def _parts(pages: torch.Tensor, layout: str, dim: int) -> tuple[torch.Tensor, to
     )
 
 
+def in_range(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """bool: slots that the cache has. All others are none: they write nothing and read as zeros."""
+    return (slots >= 0) & (slots < pages.shape[0] * pages.shape[1])
+
+
 def read_rows(pages: torch.Tensor, layout: str, dim: int, slots: torch.Tensor) -> torch.Tensor:
-    """Records at ``slots`` [N] (int) as f32 [N, dim]; a negative slot is a row of zeros."""
-    size = pages.shape[1]
+    """Records at ``slots`` [N] (int) as f32 [N, dim]; zeros where the cache has no such slot."""
+    size, held = pages.shape[1], in_range(pages, slots)
+    if not pages.numel():
+        return torch.zeros((len(slots), dim), device=pages.device)
     values, scales = _parts(pages, layout, dim)
-    safe = slots.long().clamp(min=0)
+    safe = torch.where(held, slots, 0).long()
     row = decode(layout, values[safe // size, safe % size], scales[safe // size, safe % size])
-    return torch.where((slots >= 0)[:, None], row, 0)
+    return torch.where(held[:, None], row, 0)
 
 
 def write_rows(pages: torch.Tensor, layout: str, slots: torch.Tensor, x: torch.Tensor) -> None:
-    """Store [N, dim] at ``slots`` [N] (int); a negative slot writes nothing."""
+    """Store [N, dim] at ``slots`` [N] (int); nothing where the cache has no such slot."""
     size = pages.shape[1]
-    keep = (slots >= 0).nonzero()[:, 0]
+    keep = in_range(pages, slots).nonzero()[:, 0]
     at = slots[keep].long()
     values, scales = _parts(pages, layout, x.shape[1])
     new_values, new_scales = encode(layout, x[keep])
@@ -139,7 +146,7 @@ def write_cache(
     pages: torch.Tensor,
 ) -> None:
     """Reference of ``dsv41.ops.write_cache``."""
-    keep = (slots >= 0).nonzero()[:, 0]
+    keep = in_range(pages, slots).nonzero()[:, 0]
     row = x[keep]
     if norm_weight is not None:
         row = bf16(normalise(row, norm_weight, eps))
@@ -151,7 +158,7 @@ def copy_records(
     source: torch.Tensor, source_slots: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor
 ) -> None:
     """Reference of ``dsv41.ops.copy_records``."""
-    keep = ((slots >= 0) & (source_slots >= 0)).nonzero()[:, 0]
+    keep = (in_range(pages, slots) & in_range(source, source_slots)).nonzero()[:, 0]
     at, origin = slots[keep].long(), source_slots[keep].long()
     size, origin_size = pages.shape[1], source.shape[1]
     pages[at // size, at % size] = source[origin // origin_size, origin % origin_size]

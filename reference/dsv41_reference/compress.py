@@ -17,7 +17,7 @@ def compress_pairs(
     """Reference of ``dsv41.ops.compress_pairs``."""
     slots = carry.shape[1]
     rows = torch.arange(len(kv_gate), device=kv_gate.device)
-    live = request_ids >= 0
+    live = (request_ids >= 0) & (request_ids < carry.shape[0])
     closing = (live & (positions % 2 == 1)).nonzero()[:, 0]
     request = request_ids[closing].long()
     before = (closing - 1).clamp(min=0)

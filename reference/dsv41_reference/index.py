@@ -2,7 +2,7 @@
 
 import torch
 
-from .cache import read_rows
+from .cache import in_range, read_rows
 from .norm_rope import rotate
 from .numerics import bf16, matmul, narrow, wide
 from .quant import from_mxfp4, to_mxfp4
@@ -96,12 +96,15 @@ def index_topk(
     new_candidates.fill_(-1)
     for request in request_ids.unique().tolist():
         rows = (request_ids == request).nonzero()[:, 0]
-        count = int(visible[rows].max()) if request >= 0 else 0
-        if count == 0:
+        # What the table has no room for, and a request that it does not have, is not visible.
+        known = 0 <= request < page_table.shape[0]
+        count = min(int(visible[rows].max()), page_table.shape[1] * page_size) if known else 0
+        if count <= 0:
             continue
         entries = torch.arange(count, device=q.device)
         page = page_table[request, entries // page_size].long()
         slots = torch.where(page >= 0, page * page_size + entries % page_size, -1)
+        slots = torch.where(in_range(keys, slots), slots, -1)
         stored = read_rows(keys, layout, dim, slots)
         for block in rows.split(_BLOCK):
             seen = visible[block]
@@ -117,7 +120,8 @@ def index_topk(
                 kept = torch.zeros(
                     (len(block), -(-count // block_size) + 1), dtype=torch.bool, device=q.device
                 )
-                kept.scatter_(1, candidates[block].long() + 1, True)  # column 0 takes the -1 padding
+                named = candidates[block].long() + 1
+                kept.scatter_(1, torch.where(named < kept.shape[1], named, 0).clamp(min=0), True)  # 0: none
                 score = torch.where(
                     kept[:, 1:].repeat_interleave(block_size, 1)[:, :count], score, -torch.inf
                 )

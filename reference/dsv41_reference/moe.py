@@ -21,7 +21,8 @@ def mxfp4_moe(
     out: torch.Tensor,
 ) -> None:
     """Reference of ``dsv41.ops.mxfp4_moe``: a loop over the experts that have tokens."""
-    assert layout == "plain", layout
+    if layout != "plain":
+        raise ValueError(f"mxfp4_moe: expected experts in the plain layout for the reference, got {layout}")
     tokens, top_k = expert_ids.shape
     acc = accumulator()
     rows = from_mxfp8(x, x_scale, acc)

@@ -45,6 +45,9 @@ def physical_experts(
 ) -> None:
     """Reference of ``dsv41.ops.physical_experts``."""
     flat = expert_ids.flatten()
+    if not table.shape[0]:
+        out.fill_(-1)
+        return
     valid = (flat >= 0) & (flat < table.shape[0])
     expert = torch.where(valid, flat, 0)
     order = flat.argsort(stable=True)

@@ -115,6 +115,22 @@ def test_rollback_after_a_long_chunk() -> None:
     models.assert_state_equals(state, 0, trace, len(other))
 
 
+def test_rollbacks_do_not_add_up() -> None:
+    """What a ring lost stays lost: the limit counts from the furthest position ever written."""
+    kind, cfg = "tiny", models.config("tiny")
+    state = V41State.allocate(cfg, 1, 64)
+    models.model(kind)(models.text(kind, 60), models.positions(0, 60), state)
+    back = state.max_rollback
+    state.rollback(torch.tensor([60 - back], dtype=torch.int32))
+    with pytest.raises(ValueError, match=f"request 0: {60 - back} to {60 - back} tokens, got {59 - back}"):
+        state.rollback(torch.tensor([59 - back], dtype=torch.int32))
+    state.reset(0)
+    models.model(kind)(models.text(kind, 12), models.positions(0, 12), state)
+    state.rollback(torch.tensor([3], dtype=torch.int32))
+    with pytest.raises(ValueError, match="request: 0 to 0, got -1"):
+        state.reset(-1)
+
+
 def check_batch(change: Callable[[V41State], V41State] | None = None) -> None:
     """Requests of several lengths, one of them empty, in chunks with padding rows: each equals its dense
     run.
@@ -181,6 +197,28 @@ def test_poisoned_memory_never_shows() -> None:
     check_batch(poison)
 
 
+def test_a_full_request_does_not_disturb_its_batch() -> None:
+    """Without checks, what no page holds is not stored; the other requests go on."""
+    kind, cfg = "tiny", models.config("tiny")
+    ids = models.text(kind, 24)
+    with accumulate(torch.float64):
+        want, _ = dense(kind, ids)
+        state = V41State.allocate(cfg, 2, 16, block=8)
+        state.page_table[0, 1] = 9999
+        full = models.text(kind, 16, seed=3)
+        models.model(kind)(
+            full, models.positions(0, 16), state, cu_seqlens=torch.tensor([0, 16, 16], dtype=torch.int32)
+        )
+        roomy = dataclasses.replace(
+            state, page_table=torch.tensor([[0, 9999, -1], [2, 3, 1]], dtype=torch.int32)
+        )
+        place = torch.cat([models.positions(16, 24), models.positions(0, 24)])
+        both = torch.cat([models.text(kind, 24, seed=4), ids])
+        got = models.model(kind)(both, place, roomy, cu_seqlens=torch.tensor([0, 24, 48], dtype=torch.int32))
+    assert torch.equal(got[24:], want)
+    assert got.isfinite().all()
+
+
 def test_rows_choose_logits() -> None:
     kind, ids = "tiny", models.text("tiny", 30)
     model, cfg = models.model(kind), models.config(kind)
@@ -231,6 +269,13 @@ def test_sequence_at_the_maximum_length() -> None:
     cfg = dataclasses.replace(models.config(kind), max_positions=48)
     assert V41State.allocate(cfg, 1, 48, block=16).capacity == 48
     check_incremental(kind, 48, [47])
+
+
+def test_rows_out_of_range_are_refused_before_anything_is_written() -> None:
+    state = V41State.allocate(models.config("tiny"), 1, 16)
+    with pytest.raises(ValueError, match="rows: 0 to 3, got 99 to 99"):
+        models.model("tiny")(models.text("tiny", 4), models.positions(0, 4), state, rows=torch.tensor([99]))
+    assert int(state.lens[0]) == 0
 
 
 def test_no_tokens() -> None:

@@ -165,3 +165,23 @@ ERRORS: dict[str, Any] = {
 @pytest.mark.parametrize("error", ERRORS)
 def test_errors(error: str) -> None:
     assert_refused(*ERRORS[error])
+
+
+def test_a_query_that_is_not_finite_gives_nan_in_its_head_alone() -> None:
+    cache = PagedKV(torch.zeros((1, 4, 64), dtype=torch.uint8), Record("bf16", 32))
+    q = torch.randn(2, 2, 32).bfloat16()
+    q[0, 0], q[1, 1, 0] = float("nan"), float("inf")
+    ids = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    out, lse = ops.sparse_attn(q, cache, ids, scale=1.0, return_lse=True)
+    assert lse is not None
+    assert out[0, 0].isnan().all() and lse[0, 0].isnan() and out[1, 1].isnan().all()
+    assert out[0, 1].isfinite().all() and out[1, 0].isfinite().all()
+
+
+def test_ids_past_the_cache_are_none() -> None:
+    cache = PagedKV(torch.zeros((1, 4, 64), dtype=torch.uint8), Record("bf16", 32))
+    q = torch.randn(1, 2, 32).bfloat16()
+    few = ops.sparse_attn(q, cache, torch.tensor([[1, -1]], dtype=torch.int32), scale=1.0)[0]
+    assert torch.equal(
+        ops.sparse_attn(q, cache, torch.tensor([[1, 99]], dtype=torch.int32), scale=1.0)[0], few
+    )

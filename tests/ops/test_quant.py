@@ -91,3 +91,17 @@ ERRORS = {
 @pytest.mark.parametrize("error", ERRORS)
 def test_errors(error: str) -> None:
     assert_refused(*ERRORS[error])
+
+
+def test_out_of_another_format_is_refused() -> None:
+    """The same shapes, other scales: nothing else would tell."""
+    x = torch.randn(32, 32).bfloat16()
+    mxfp4, nvfp4 = formats.quantize_mxfp4(x), formats.quantize_nvfp4(x)
+    tiles = formats.quantize_mxfp8(x, tile_rows=32)
+    for call, wrong in (
+        (ops.quantize_mxfp4, nvfp4),
+        (ops.quantize_nvfp4, mxfp4),
+        (ops.quantize_mxfp8, tiles),
+    ):
+        with pytest.raises(ValueError, match="expected out: "):
+            call(x, out=wrong)

@@ -54,9 +54,11 @@ def sparse_attn(
     Reference: dsv41_reference.attn.sparse_attn
     """
     name = "sparse_attn"
+    check(isinstance(window, PagedKV), name, "window: PagedKV", window)
     check_tensor(name, "q", q, (None, None, window.record.dim), torch.bfloat16)
     check(q.device == window.pages.device, name, f"q on {window.pages.device}", f"{q.device}")
     tokens, heads, _ = q.shape
+    check(heads >= 1, name, "q: at least one head", q)
     check(
         (compressed is None) == (compressed_ids is None), name, "compressed and compressed_ids together", None
     )

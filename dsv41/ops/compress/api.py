@@ -71,6 +71,9 @@ def _check_slots(name: str, label: str, slots: torch.Tensor, count: int, cache: 
         low, high = int(slots.min()), int(slots.max())
         good = low >= -1 and high < cache.num_slots
         check(good, name, f"{label}: -1 to {cache.num_slots - 1}", f"{low} to {high}")
+        used = slots[slots >= 0]
+        distinct = label != "slots" or used.unique().numel() == used.numel()
+        check(distinct, name, f"{label}: distinct", "the same slot twice")
 
 
 def write_cache(

@@ -138,6 +138,7 @@ def index_topk(
     check_tensor(name, "visible", visible, (tokens,), torch.int32, like=q.values)
     check_tensor(name, "page_table", page_table, (None, None), torch.int32, like=q.values)
     check(top_k >= 1 and block_size >= 1, name, "top_k and block_size: at least 1", (top_k, block_size))
+    check(num_candidates >= 0, name, "num_candidates: at least 0", num_candidates)
     if candidates is not None:
         check_tensor(name, "candidates", candidates, (tokens, None), torch.int32, like=q.values)
     if check_values() and tokens:

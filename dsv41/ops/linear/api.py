@@ -4,7 +4,7 @@ import torch
 
 from ..._op import Op, check, check_tensor, output
 from ...formats import MXFP8
-from ..quant import quantize_mxfp8
+from ..quant.api import mxfp8_operand
 
 _BLOCK = Op(
     "block_linear(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor(a!) out) -> ()",
@@ -51,14 +51,7 @@ def block_linear(x: torch.Tensor | MXFP8, w: MXFP8, *, out: torch.Tensor | None 
     """
     name = "block_linear"
     _check_weight(name, w)
-    if isinstance(x, torch.Tensor):
-        check_tensor(name, "x", x, (None, w.values.shape[1]), torch.bfloat16, like=w.values)
-        x = quantize_mxfp8(x)
-    else:
-        check_tensor(
-            name, "x.values", x.values, (None, w.values.shape[1]), torch.float8_e4m3fn, like=w.values
-        )
-        check(x.tile_rows == 1, name, "x: MXFP8 of 1 x 32 blocks", x.tile_rows)
+    x = mxfp8_operand(name, x, w.values.shape[1], w.values)
     shape = (x.values.shape[0], w.values.shape[0])
     out = output(name, out, shape, torch.bfloat16, w.values)
     _BLOCK(*x.flat(), *w.flat(), out)
@@ -72,7 +65,7 @@ def grouped_linear(x: torch.Tensor, w: MXFP8, *, out: torch.Tensor | None = None
 
     Args:
         x: [num_tokens, groups, in] bf16.
-        w: MXFP8 tiles: values [groups * rank, in] e4m3, rank a multiple of 32 a group.
+        w: MXFP8 tiles: values [groups * rank, in] e4m3, any rank that fills whole tiles in all.
         out: [num_tokens, groups, rank] bf16 to write into.
 
     Returns:

@@ -4,7 +4,7 @@ import torch
 
 from ..._op import Op, check, check_tensor, check_values, output
 from ...formats import MXFP8, MXFP4Experts
-from ..quant import quantize_mxfp8
+from ..quant.api import mxfp8_operand
 
 _MOE = Op(
     "mxfp4_moe(Tensor x, Tensor x_scale, Tensor expert_ids, Tensor expert_weights, Tensor w13,"
@@ -50,12 +50,7 @@ def mxfp4_moe(
     name = "mxfp4_moe"
     check(isinstance(experts, MXFP4Experts), name, "experts: MXFP4Experts", experts)
     hidden = experts.hidden
-    if isinstance(x, torch.Tensor):
-        check_tensor(name, "x", x, (None, hidden), torch.bfloat16, like=experts.w13)
-        x = quantize_mxfp8(x)
-    else:
-        check_tensor(name, "x.values", x.values, (None, hidden), torch.float8_e4m3fn, like=experts.w13)
-        check(x.tile_rows == 1, name, "x: MXFP8 of 1 x 32 blocks", x.tile_rows)
+    x = mxfp8_operand(name, x, hidden, experts.w13)
     tokens = x.values.shape[0]
     check_tensor(name, "expert_ids", expert_ids, (tokens, None), torch.int32, like=experts.w13)
     shape = tuple(expert_ids.shape)

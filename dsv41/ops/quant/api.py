@@ -39,6 +39,9 @@ def quantised_output(
     *rows, width = shape
     packed = width if kind is MXFP8 else width // 2
     dtype = E4M3 if kind is MXFP8 else torch.uint8
+    if out is not None:
+        rowwise = isinstance(out, kind) and getattr(out, "tile_rows", 1) == 1
+        check(rowwise, name, f"out: {kind.__name__} with a scale a row block", type(out).__name__)
     values = output(name, None if out is None else out.values, (*rows, packed), dtype, like, "out.values")
     if out is not None:
         return out
@@ -50,6 +53,17 @@ def quantised_output(
 def _check_rows(name: str, x: torch.Tensor, block: int) -> None:
     check_tensor(name, "x", x, (None, None), torch.bfloat16, torch.float32)
     check(x.shape[1] % block == 0, name, f"x: [num_tokens, K] with K a multiple of {block}", x)
+
+
+def mxfp8_operand(name: str, x: torch.Tensor | MXFP8, width: int, like: torch.Tensor) -> MXFP8:
+    """An op's activations [num_tokens, width]: bf16 that is quantised here, or MXFP8 of 1 x 32 blocks."""
+    if isinstance(x, torch.Tensor):
+        check_tensor(name, "x", x, (None, width), torch.bfloat16, like=like)
+        return quantize_mxfp8(x)
+    check(isinstance(x, MXFP8), name, "x: bf16 tensor or MXFP8", type(x).__name__)
+    check(x.tile_rows == 1, name, "x: MXFP8 of 1 x 32 blocks", x.tile_rows)
+    check_tensor(name, "x.values", x.values, (None, width), E4M3, like=like)
+    return x
 
 
 def quantize_mxfp8(x: torch.Tensor, *, floor: float = 1e-4, out: MXFP8 | None = None) -> MXFP8:

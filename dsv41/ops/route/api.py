@@ -87,7 +87,7 @@ def physical_experts(
     Args:
         expert_ids: [num_tokens, top_k] int32, logical experts; below 0 means none.
         table: [num_experts, entries] int16 slots, entries a power of two: a layer of `dsv41.eplb.to_table`.
-        source: rank of the sender, 0 or more.
+        source: rank of the sender, 0 to 2^31 - 1.
         step: number of the step, 0 or more; a [1] int64 tensor on the device where a graph is captured.
         out: [num_tokens, top_k] int32 to write into.
 
@@ -104,7 +104,7 @@ def physical_experts(
     entries = table.shape[1]
     power = entries > 0 and entries & (entries - 1) == 0
     check(power, name, "table: [num_experts, entries], entries a power of two", table)
-    check(source >= 0, name, "source: 0 or more", source)
+    check(0 <= source < 2**31, name, "source: 0 to 2^31 - 1", source)
     if isinstance(step, int):
         check(step >= 0, name, "step: 0 or more", step)
         step = torch.full((1,), step, dtype=torch.int64, device=expert_ids.device)
