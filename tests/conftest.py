@@ -14,7 +14,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 torch.set_num_threads(1)
 # Every torch.empty is filled with NaN, 255 or INT_MAX: what is read before it is written shows.
 torch.use_deterministic_algorithms(True, warn_only=True)
-torch.utils.deterministic.fill_uninitialized_memory = True
+torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.fixture(autouse=True)

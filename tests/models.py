@@ -9,7 +9,7 @@ from dsv41 import V41FlashConfig
 from dsv41.cache import page_slots
 from dsv41.layers import V41Flash, V41State
 from dsv41.layers.engram import MemoryEngramStore, TokenMap
-from dsv41.layers.weights import expected_tensors, synthetic_tensor
+from dsv41.layers.weights import LoadableModel, expected_tensors, synthetic_tensor
 
 SEED = 7
 
@@ -34,7 +34,7 @@ def token_map(kind: Kind) -> TokenMap:
     return TokenMap.synthetic(cfg.vocab_size, cfg.engram.num_classes, SEED)
 
 
-def fill(model: torch.nn.Module, stored: dict[str, torch.Tensor]) -> None:
+def fill(model: LoadableModel, stored: dict[str, torch.Tensor]) -> None:
     """Copy checkpoint tensors into a model byte by byte."""
     for name, view in model.checkpoint_tensors().items():
         view.view(torch.uint8).copy_(stored[name].view(torch.uint8))

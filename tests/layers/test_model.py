@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -256,7 +257,8 @@ def test_index_head_weights_are_rounded_once() -> None:
     """The scale is no power of two with four heads: rounding it first moves last bits, and with them
     near-ties.
     """
-    indexer = models.model(MINI).layers[2].attn.indexer
+    layers: Any = models.model(MINI).layers
+    indexer = layers[2].attn.indexer
     h = torch.randn(50, MINI.hidden).bfloat16()
     with accumulate(torch.float64):
         got = indexer.head_weights(h)

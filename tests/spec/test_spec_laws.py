@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dsv41.ops.verify import apply_token_bitmask, sample_tokens
 
 
-def words(*values):
+def words(*values) -> Any:
     return tuple(torch.tensor([v]) for v in values)
 
 

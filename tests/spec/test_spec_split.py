@@ -1,6 +1,7 @@
 """The split of a budget: against brute force, against its own order, and what its layout promises."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -224,7 +225,8 @@ def test_the_split_never_waits_for_the_device():
         args = (
             [torch.ones(4, dtype=torch.int32)] * 5 + [torch.ones(4)] + [torch.ones(1, dtype=torch.int32)] * 3
         )
-        reference.split_budget_ragged(torch.ones(4, 5), *args, *split)
+        arguments: Any = (torch.ones(4, 5), *args, *split)
+        reference.split_budget_ragged(*arguments)
 
 
 def test_survivals_of_the_split_are_those_of_numpy_bit_for_bit():
