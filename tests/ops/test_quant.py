@@ -99,11 +99,11 @@ def test_out_of_another_format_is_refused() -> None:
     x = torch.randn(32, 32).bfloat16()
     mxfp4, nvfp4 = formats.quantize_mxfp4(x), formats.quantize_nvfp4(x)
     tiles = formats.quantize_mxfp8(x, tile_rows=32)
-    calls: tuple[tuple[Any, Any], ...] = (
+    calls: list[Any] = [
         (ops.quantize_mxfp4, nvfp4),
         (ops.quantize_nvfp4, mxfp4),
         (ops.quantize_mxfp8, tiles),
-    )
+    ]
     for call, wrong in calls:
         with pytest.raises(ValueError, match="expected out: "):
             call(x, out=wrong)
