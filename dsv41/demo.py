@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"passed": passed, "seconds": total, "peak_gib": gigabytes, "stages": rows}))
     else:
         print(report.table())
-        verdict = "every stage is exact" if passed else "FAILED"
+        verdict = "every stage holds" if passed else "FAILED"
         print(f"\n{verdict}; {total:.0f} s, peak memory {gigabytes:.1f} GiB")
     return 0 if passed else 1
 
