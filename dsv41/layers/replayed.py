@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .._op import check
+from .._op import check, check_values
 from ..cache import PagedKV
 from ..config import V41FlashConfig
 from ..ops import quantize_mxfp8
@@ -49,7 +49,10 @@ class Replay(Protocol):
 
 def check_replay(cfg: V41FlashConfig, replay: Replay, num_tokens: int, num_requests: int) -> None:
     """Refuse a plan of another geometry or batch, and a model whose decoder rows cannot be dropped."""
-    name, geometry, first = "V41Flash", replay.plan.geometry, cfg.first_decoder_layer
+    name, first = "V41Flash", cfg.first_decoder_layer
+    good = hasattr(replay, "plan") and hasattr(replay, "run")
+    check(good, name, "a replay plan on the device (dsv41.replay.device.to_device)", type(replay).__name__)
+    geometry = replay.plan.geometry
     planned = (geometry.window, geometry.first_decoder_layer, geometry.num_decoder_layers)
     ours = (cfg.window, first, cfg.num_layers - first)
     check(planned == ours, name, f"a replay plan for window, encoder and decoder layers {ours}", planned)
@@ -59,6 +62,17 @@ def check_replay(cfg: V41FlashConfig, replay: Replay, num_tokens: int, num_reque
     check(rows == num_tokens, name, f"a replay plan of {num_tokens} rows (padding rows have none)", rows)
     requests = replay.cu_seqlens_q.shape[0] - 1
     check(requests == num_requests, name, f"a replay plan of the state's {num_requests} requests", requests)
+
+
+def _check_rows(plan: Any, positions: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
+    """Refuse a plan of other rows than the forward's: it would cut windows and pick rows of other tokens."""
+    bounds, ends = plan.query_start_loc.tolist(), plan.seq_lens.tolist()
+    given, at = cu_seqlens.tolist(), positions.tolist()
+    check(given == bounds, "V41Flash", f"cu_seqlens {bounds} of the replay plan", given)
+    for r, end in enumerate(ends):
+        last = at[bounds[r + 1] - 1] if bounds[r + 1] > bounds[r] else end - 1
+        what = f"positions of request {r} up to {end - 1} of the replay plan"
+        check(last == end - 1, "V41Flash", what, last)
 
 
 class ReplayedForward:
@@ -78,6 +92,8 @@ class ReplayedForward:
         cu_seqlens: torch.Tensor,
         draft_inputs: torch.Tensor | None,
     ):
+        if check_values():
+            _check_rows(replay.plan, step.positions, cu_seqlens)
         self.first = model.cfg.first_decoder_layer
         self.model, self.replay, self.tokens, self.state = model, replay, tokens, state
         self.cu_seqlens, self.draft_inputs = cu_seqlens, draft_inputs

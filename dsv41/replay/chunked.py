@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .config import ReplayConfig, ReplayGeometry, check, check_int
+from .._op import check_tensor
+from .config import ReplayConfig, ReplayGeometry, check, check_int, check_kind
 from .device import DevicePlan, to_device
 from .encoder import plan_encoder_hit
 from .plan import plan_decoder
@@ -50,7 +51,11 @@ def plan_prompt(
         hit_end: end of that hit.
         request, num_requests: the prompt's place in a batch whose other requests have no row.
         device: of the plans.
+
+    Raises, when the first chunk is asked for:
+        ReplayConfigError: `chunk` below 1, `request` not one of `num_requests`, or as `plan_decoder`.
     """
+    _check_request(request, num_requests)
     size = max(1, length - start) if chunk is None else chunk
     check_int("chunk", size, 1)
     for first in range(start, length, size):
@@ -58,6 +63,15 @@ def plan_prompt(
         spans = [RequestSpan(0, 0)] * num_requests
         spans[request] = RequestSpan(end - first, end, length, swa_start=start, hit_end=hit_end)
         yield first, end, to_device(plan_decoder(config, geometry, spans), device)
+
+
+def _check_request(request: object, num_requests: int) -> None:
+    # A negative one would count from the end in one place and name no rows in the next.
+    check_int("request", request, 0)
+    check(
+        isinstance(request, int) and request < num_requests,
+        f"request must be below the {num_requests} of the batch, got {request}; pass its number",
+    )
 
 
 def prefill(
@@ -90,7 +104,18 @@ def prefill(
 
     Returns:
         [1, vocab_size] f32.
+
+    Raises:
+        ReplayConfigError, before anything of `state` changes: no token, a request that is not there or not
+            empty, a `chunk`, `keep` or `hit_end` that cannot be.
+        ValueError: tokens of another shape or type, and what `model` refuses.
     """
+    check_tensor("prefill", "tokens", tokens, (None,), torch.int32, torch.int64)
+    check_kind("config", config, ReplayConfig)
+    _check_request(request, state.num_requests)
+    if chunk is not None:
+        check_int("chunk", chunk, 1)
+    check_int("hit_end", hit_end, 0)
     length = tokens.shape[0]
     check(length > 0, "prefill: tokens must be at least 1, got 0; pass the prompt")
     held = int(state.lens[request])
@@ -100,6 +125,7 @@ def prefill(
         "RequestSpan(decoder_live_start=...)",
     )
     geometry = geometry or ReplayGeometry.from_config(model.cfg)
+    config.check_keep(geometry)
     start = 0
     if hit_end:
         keep = max(config.keep, geometry.min_keep)

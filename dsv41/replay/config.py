@@ -43,6 +43,11 @@ def check_int(name: str, value: object, minimum: int) -> None:
     )
 
 
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Refuse an object of another class, before one of its missing attributes is asked for."""
+    check(isinstance(value, kind), f"{name} must be a {kind.__name__}, got {type(value).__name__}; pass one")
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Refuse a word that is not one of `choices`."""
     check(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}; choose one of them")
@@ -176,6 +181,7 @@ def exact_keep(
     geom: ReplayGeometry, first_layer_kv: FirstLayerKV = "segment", cached_rows: int | None = None
 ) -> int:
     """`geom.exact_keep(...)` as a function; see there."""
+    check_kind("geometry", geom, ReplayGeometry)
     return geom.exact_keep(first_layer_kv, cached_rows)
 
 
@@ -220,6 +226,7 @@ class ReplayConfig:
 
     def check_keep(self, geom: ReplayGeometry) -> None:
         """Refuse a `keep` that cannot hold the window plus a speculative backtrack (mode off: any)."""
+        check_kind("geometry", geom, ReplayGeometry)
         if self.mode is ReplayMode.OFF or self.keep >= geom.min_keep:
             return
         raise ReplayConfigError(
@@ -257,6 +264,10 @@ class ReplayConfig:
                 f"{geom.num_decoder_layers} decoder layers"
             )
         if runtime is not None:
+            check(
+                hasattr(runtime, "check"),
+                f"runtime must be a ReplayRuntime or None, got {type(runtime).__name__}; pass one",
+            )
             notes += runtime.check(self, geom)
         return notes
 
@@ -275,8 +286,8 @@ class ReplayConfig:
             prompt_logprobs: log-probabilities of prompt tokens are wanted.
             prompt_hidden_states: decoder hidden states of prompt rows are wanted.
             routed_experts: expert ids of prompt rows are wanted.
-            keep_all: the request's spans will be planned with `keep_all=True` (every row runs, with its true
-                window).
+            keep_all: the request's spans will be planned with `keep_all=True` (every row runs as in mode
+                mask/windowed).
             hit_end: length of the cached prefix the request would reuse; its rows do not run at all.
 
         Raises:
@@ -292,9 +303,9 @@ class ReplayConfig:
             )
             if on
         ]
+        check_int("hit_end", hit_end, 0)
         if not wanted:
             return
-        check_int("hit_end", hit_end, 0)
         names = " and ".join(wanted)
         true_rows = (
             keep_all

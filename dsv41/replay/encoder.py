@@ -7,7 +7,7 @@ from math import lcm
 
 import numpy as np
 
-from .config import ReplayGeometry, check, check_int
+from .config import ReplayGeometry, check, check_int, check_kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +56,7 @@ def plan_encoder_hit(
     Raises:
         ReplayConfigError: H negative, beyond L or misaligned; `keep` too small.
     """
+    check_kind("geometry", geom, ReplayGeometry)
     check_int("hit_end", hit_end, 0)
     check_int("target_end", target_end, hit_end)
     check_int("keep", keep, geom.min_keep)

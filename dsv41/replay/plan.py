@@ -21,6 +21,7 @@ from .config import (
     check,
     check_choice,
     check_int,
+    check_kind,
 )
 from .cost import plan_flops
 from .rows import gather_rows, scatter_rows
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ..config import V41FlashConfig
 
 PAD = -1  # a slot or index that must be neither read nor written
+_MAX_ROWS = (1 << 31) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,8 +228,8 @@ class ReplayPlan:
         """Cache slots of the rows the decoder runs on.
 
         Args:
-            slot_mapping: [num_groups, N] integers (NumPy or torch), slot of each packed row in each cache
-                group.
+            slot_mapping: [num_groups, N] signed integers (NumPy or torch), slot of each packed row in each
+                cache group.
             write_groups: num_groups booleans; False for the compressed and index-key groups, which the first
                 decoder layer has already written for all rows.
 
@@ -240,6 +242,17 @@ class ReplayPlan:
             f"slot_mapping must be [{len(groups)}, {self.num_input_rows}], got {list(slot_mapping.shape)}; "
             f"pass one slot a packed row in each of the groups of write_groups",
         )
+        # The type must hold PAD: unsigned, it would be the largest slot.
+        kind = str(slot_mapping.dtype).removeprefix("torch.")
+        check(
+            kind.startswith("int"),
+            f"slot_mapping must be signed integers, got {kind}; PAD is {PAD}: pass int32 or int64",
+        )
+        for group in groups:
+            check(
+                not isinstance(group, str) and group in (0, 1),
+                f"write_groups must be booleans, got {group!r}; pass True or False a group",
+            )
         shape = (len(groups), self.padded_to)
         if hasattr(slot_mapping, "new_full"):
             out = slot_mapping.new_full(shape, PAD)
@@ -270,7 +283,7 @@ class ReplayPlan:
             self._check_rows(x)
         if self.num_rows == self.num_input_rows == self.padded_to:
             return tensors
-        index = self.rows if rows is None else rows
+        index = self._index(rows)
         return tuple(gather_rows(x, index, self.padded_to) for x in tensors)
 
     def scatter(
@@ -293,13 +306,13 @@ class ReplayPlan:
             `out`.
         """
         check(
-            values.shape[0] == self.padded_to,
-            f"values must have {self.padded_to} rows, got {values.shape[0]}; pass what the decoder returned "
+            len(getattr(values, "shape", ())) > 0 and values.shape[0] == self.padded_to,
+            f"values must have {self.padded_to} rows, got {_shape(values)}; pass what the decoder returned "
             "for this plan",
         )
         if out is not None:
             self._check_rows(out)
-        return scatter_rows(values, self.rows if rows is None else rows, self.num_input_rows, out, fill)
+        return scatter_rows(values, self._index(rows), self.num_input_rows, out, fill)
 
     def stats(self, config: V41FlashConfig | None = None) -> dict[str, float]:
         """What this forward saves: `rows_kept`, `rows_dropped`, and with the model's config
@@ -314,10 +327,20 @@ class ReplayPlan:
 
     def _check_rows(self, x: Any) -> None:
         check(
-            len(x.shape) > 0 and x.shape[0] == self.num_input_rows,
-            f"a row-wise tensor must have {self.num_input_rows} rows, got {list(x.shape)}; pass all packed "
+            len(getattr(x, "shape", ())) > 0 and x.shape[0] == self.num_input_rows,
+            f"a row-wise tensor must have {self.num_input_rows} rows, got {_shape(x)}; pass all packed "
             "rows of the forward",
         )
+
+    def _index(self, rows: Any | None) -> Any:
+        if rows is None:
+            return self.rows
+        # One index would broadcast a single row over all places.
+        check(
+            tuple(rows.shape) == (self.num_rows,),
+            f"rows must be the plan's own [{self.num_rows}], got {list(rows.shape)}; pass DevicePlan.rows",
+        )
+        return rows
 
     def _padded(self, values: np.ndarray, fill: int | bool) -> np.ndarray:
         if self.padded_to == self.num_rows:
@@ -325,6 +348,10 @@ class ReplayPlan:
         out = np.full(self.padded_to, fill, values.dtype)
         out[: self.num_rows] = values
         return out
+
+
+def _shape(x: Any) -> str:
+    return str(list(x.shape)) if hasattr(x, "shape") else type(x).__name__
 
 
 def plan_decoder(
@@ -349,8 +376,10 @@ def plan_decoder(
 
     Raises:
         ReplayConfigError: `cfg.keep` too small for `geom`, a span that contradicts itself, or a floor that
-            would leave fewer than `geom.cached_rows` window rows at the end of a prompt.
+            would leave fewer than `geom.cached_rows` window rows at the end of a prompt; a hit that ends
+            inside a compressed pair; more rows than int32 counts.
     """
+    check_kind("cfg", cfg, ReplayConfig)
     cfg.check_keep(geom)
     batch = spans if isinstance(spans, SpanBatch) else SpanBatch.from_spans(spans)
     q_len, end, target, f, live, hit, decode, keep_all = batch.table
@@ -365,7 +394,7 @@ def plan_decoder(
     else:
         per_request = known if cfg.policy == "prompt_window" else np.zeros(r, bool)
         floor = np.where(per_request, target, end)
-        floor -= cfg.keep
+        floor -= min(cfg.keep, UNKNOWN)
         # Without a common segment, a step short enough to be kept whole reads on into the steps before it.
         floor[(floor <= start) & ~per_request] = 0
         np.maximum(floor, f, out=floor)
@@ -384,12 +413,18 @@ def plan_decoder(
     floor[is_decode] = 0
     dead[is_decode] = 0
     _check_floors(geom, target, floor)
+    if np.count_nonzero(hit):
+        _check_hits(geom, hit)
 
     n_kept = end - first
     cu = np.zeros((2, r + 1), np.int64)
     n_kept.cumsum(out=cu[0, 1:])
     q_len.cumsum(out=cu[1, 1:])
     m, n = cu[:, -1].tolist()
+    check(
+        n <= _MAX_ROWS,
+        f"a forward must have at most {_MAX_ROWS} rows, got {n}: row counts are int32; split the batch",
+    )
     whole = m == n
     rows = np.arange(m)
     packed = rows.astype(np.int32)
@@ -432,4 +467,15 @@ def _check_floors(geom: ReplayGeometry, target: np.ndarray, floor: np.ndarray) -
             f"request {r}: at least {geom.cached_rows} window rows must exist below target_end {target[r]}, "
             f"got {target[r] - floor[r]} (swa_start or decoder_live_start {floor[r]}); replay the prefix "
             "with plan_encoder_hit"
+        )
+
+
+def _check_hits(geom: ReplayGeometry, hit: np.ndarray) -> None:
+    """Refuse a hit whose last compressed entry would be half cached, half new."""
+    split = np.flatnonzero(hit % geom.align)
+    if len(split):
+        r = int(split[0])
+        raise ReplayConfigError(
+            f"request {r}: hit_end must be a multiple of {geom.align}, got {hit[r]}; shorten the hit to "
+            f"{hit[r] - hit[r] % geom.align}"
         )

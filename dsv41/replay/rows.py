@@ -42,7 +42,15 @@ def scatter_rows(
         "one of them",
     )
     if out is None:
+        # A type without NaN is refused below, before anything is written.
         return scatter_rows(values, rows, num_rows, _empty(values, (num_rows, *values.shape[1:])), fill)
+    # Assignment would broadcast another shape over the rows and round another type without a word.
+    wanted, given = (num_rows, *values.shape[1:]), tuple(out.shape)
+    check(
+        given == wanted and out.dtype == values.dtype,
+        f"out must be {list(wanted)} {values.dtype} like values, got {list(given)} {out.dtype}; pass such a "
+        "buffer",
+    )
     if fill == "zero":
         out[:] = 0
     elif fill == "nan":

@@ -128,6 +128,11 @@ def _check_model(geom: ReplayGeometry, runtime: ReplayRuntime) -> None:
         f"compress_ratios must cover {end} layers, got {len(ratios)}: there must be at least 1 layer after "
         f"the cut; check num_decoder_layers",
     )
+    check(
+        ratios[first] > 0,
+        f"the first decoder layer {first} must read the compressed cache it writes, got ratio {ratios[first]}"
+        f"; use mode off for this model",
+    )
     odd = [layer for layer in range(first, end) if ratios[layer] != ratios[first]]
     check(
         not odd,

@@ -48,13 +48,14 @@ class RequestSpan:
             an earlier turn and it should be read; None otherwise. For a chunked prompt pass it with every
             chunk or with none.
         is_decode: decode or verification rows: never dropped, no floor.
-        keep_all: run every row with its true window (mask/windowed for this request), e.g. for prompt
-            log-probs.
+        keep_all: run every row as in mode mask/windowed, whatever the mode: rows below the segment with
+            their true window, rows in it with the segment's. E.g. for prompt log-probs.
         hit_end: H, end of a prefix hit that is being replayed: compressed entries and index keys of positions
             below it are cached and stay as they are. Pass it with every chunk; 0 without a hit.
 
     Raises:
-        ReplayConfigError: a value that is not an integer, or values that contradict each other.
+        ReplayConfigError: a value that is not an integer (a flag: not a boolean), or values that contradict
+            each other.
     """
 
     q_len: int
@@ -80,7 +81,9 @@ class RequestSpan:
             is int
         ):
             numbers = tuple(_index(name, value) for name, value in zip(_COLUMNS, numbers, strict=False))
-        flags = (bool(self.is_decode), bool(self.keep_all))
+        flags = (self.is_decode, self.keep_all)
+        if not type(self.is_decode) is type(self.keep_all) is bool:
+            flags = (_flag("is_decode", self.is_decode), _flag("keep_all", self.keep_all))
         row = numbers + flags
         if _contradicts(row):
             _explain("RequestSpan: ", row)
@@ -97,13 +100,20 @@ def _index(name: str, value: Any) -> int:
     )
 
 
+def _flag(name: str, value: Any) -> bool:
+    # 0 and 1 too: they are what a column of flags gives back.
+    good = isinstance(value, (bool, np.bool_)) or (isinstance(value, (int, np.integer)) and value in (0, 1))
+    check(good, f"RequestSpan.{name} must be a boolean, got {value!r}; pass True or False")
+    return bool(value)
+
+
 def _contradicts(columns: Any) -> Any:
     """Whether a span is impossible; on 8 integers and on int64 columns [8, num_requests] alike."""
     q_len, end, target, f, live, hit, decode, _ = columns
     start = end - q_len
     bad = (q_len < 0) | (f < 0) | (f > start) | (end > _MAX_POSITION) | (target < end)
     bad |= (target != UNKNOWN) & ((target > _MAX_POSITION) | (decode != 0))
-    bad |= (hit != 0) & ((hit < f) | (hit > target))
+    bad |= (hit != 0) & ((hit < f) | (hit > target) | (hit > _MAX_POSITION))
     return bad | (live != UNKNOWN) & ((live < f) | (live > start))
 
 
@@ -131,16 +141,26 @@ def _explain(at: str, columns: Sequence[int]) -> None:
         check(
             target <= _MAX_POSITION, f"{at}target_end must be at most {_MAX_POSITION}, got {target}; split it"
         )
-    highest = "" if target == UNKNOWN else f"..{target}"
+    highest = min(target, _MAX_POSITION)
     check(
-        hit == 0 or f <= hit <= target,
-        f"{at}hit_end must lie in {f}{highest} (swa_start to target_end) or be 0, got {hit}; pass the end of "
-        "the cached prefix",
+        hit == 0 or f <= hit <= highest,
+        f"{at}hit_end must lie in {f}..{highest} (swa_start to target_end) or be 0, got {hit}; pass the end "
+        "of the cached prefix",
     )
     raise ReplayConfigError(
         f"{at}decoder_live_start must lie in {f}..{start}, got {live}; pass the first position of the "
         "decoder window KV that ends at the step's first row, or None"
     )
+
+
+def _column(name: str, column: Any) -> np.ndarray:
+    try:
+        return np.asarray(column)
+    except (ValueError, TypeError) as mistake:
+        raise ReplayConfigError(
+            f"SpanBatch.{name} must be a column of integers, got {type(column).__name__} of another shape; "
+            "pass one value a request"
+        ) from mistake
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +177,13 @@ class SpanBatch:
     @staticmethod
     def from_spans(spans: Iterable[RequestSpan]) -> SpanBatch:
         """Columns of a list of spans, in order."""
-        flat = np.frombuffer(b"".join(map(_packed, spans)), np.int64)
+        try:
+            flat = np.frombuffer(b"".join(map(_packed, spans)), np.int64)
+        except (AttributeError, TypeError) as mistake:
+            raise ReplayConfigError(
+                f"spans must be RequestSpans or a SpanBatch, got {type(spans).__name__} ({mistake}); pass a "
+                "list"
+            ) from mistake
         return SpanBatch(flat.reshape(-1, len(_COLUMNS)).T.copy())
 
     @staticmethod
@@ -182,12 +208,12 @@ class SpanBatch:
                 sentence names the request.
         """
         columns = (q_len, end, target_end, swa_start, decoder_live_start, hit_end, is_decode, keep_all)
-        table = np.zeros((len(_COLUMNS), len(q_len)), np.int64)
+        table = np.zeros((len(_COLUMNS), np.size(_column("q_len", q_len))), np.int64)
         for row, name, column in zip(table, _COLUMNS, columns, strict=True):
             if column is None:
                 row[:] = UNKNOWN if name in _OPTIONAL else 0
                 continue
-            values = np.asarray(column)
+            values = _column(name, column)
             kinds = "iub" if name in ("is_decode", "keep_all") else "iu"
             check(
                 values.shape == row.shape and (values.dtype.kind in kinds or values.size == 0),
@@ -196,7 +222,7 @@ class SpanBatch:
             )
             row[:] = values
             if name in _OPTIONAL:
-                row[row == -1] = UNKNOWN
+                row[values == -1] = UNKNOWN  # of the values: an unsigned column has no -1, only large numbers
         bad = _contradicts(table)
         if bad.any():
             r = int(np.flatnonzero(bad)[0])

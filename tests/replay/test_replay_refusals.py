@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dsv41 import V41FlashConfig
+from dsv41 import V41FlashConfig, replay
+from dsv41.layers import V41State
 from dsv41.replay import (
     ReplayConfig,
     ReplayConfigError,
@@ -23,6 +24,10 @@ from dsv41.replay import (
     plan_encoder_hit,
     run_prefill,
 )
+from dsv41.replay.chunked import plan_prompt, prefill
+from dsv41.replay.device import to_device
+from tests import models
+from tests.replay.model_runs import setting, variant
 
 FLASH = ReplayGeometry()
 COMPACT = ReplayConfig(ReplayMode.COMPACT)
@@ -196,6 +201,60 @@ CASES = {
         lambda: PLAN.scatter(torch.zeros(140, dtype=torch.int32)),
         "floating", "fill=zero",
     ),
+    "geometry of another kind": (config(geometry=ANY), "ReplayGeometry", "got str"),
+    "geometry of another kind, validate": (lambda: COMPACT.validate(ANY), "ReplayGeometry", "got str"),
+    "geometry of another kind, plan": (lambda: plan_decoder(COMPACT, ANY, []), "ReplayGeometry", "got str"),
+    "geometry of another kind, hit": (lambda: plan_encoder_hit(ANY, 0, 9, 140), "ReplayGeometry", "got str"),
+    "geometry of another kind, exact_keep": (lambda: replay.exact_keep(ANY), "ReplayGeometry", "got str"),
+    "runtime of another kind": (lambda: COMPACT.validate(FLASH, ANY), "ReplayRuntime", "got str"),
+    "config of another kind": (lambda: plan_decoder(ANY, FLASH, []), "ReplayConfig", "got str"),
+    "spans of another kind": (lambda: plan_decoder(COMPACT, FLASH, [(3, 3)]), "RequestSpan", "pass"),  # type: ignore
+    "one span": (lambda: plan_decoder(COMPACT, FLASH, RequestSpan(3, 3)), "RequestSpan", "pass"),  # type: ignore
+    "no spans": (lambda: plan_decoder(COMPACT, FLASH, None), "RequestSpan", "pass"),  # type: ignore
+    "flag": (span(3, 9, keep_all="no"), "keep_all", "boolean", "'no'"),
+    "flag of two": (span(3, 9, is_decode=2), "is_decode", "boolean", "got 2"),
+    "hit beyond int32": (span(3, 9, hit_end=1 << 32), "hit_end", "0..2147483647", "got 4294967296"),
+    "odd hit, plan": (
+        lambda: plan_decoder(COMPACT, FLASH, [RequestSpan(1, 1), RequestSpan(99, 999, 999, hit_end=801)]),
+        "request 1", "multiple of 2", "got 801",
+    ),
+    "rows beyond int32": (
+        lambda: plan_decoder(COMPACT, FLASH, [RequestSpan(1 << 30, 1 << 30, 1 << 30)] * 2),
+        "at most 2147483647 rows", "got 2147483648", "split",
+    ),
+    "column without rows": (lambda: SpanBatch.from_columns(3, 3), "q_len", "[1] integers", "got []"),  # type: ignore
+    "ragged column": (lambda: SpanBatch.from_columns([[1], [2, 3]], [3, 4]), "q_len", "integers"),  # type: ignore
+    "column beyond int64": (
+        lambda: SpanBatch.from_columns([1], [3], target_end=np.array([(1 << 64) - 1], np.uint64)),
+        "request 0", "target_end",
+    ),
+    "no ratio": (runtime(compress_ratios=(0,) * 40), "layer 20", "ratio 0", "mode off"),
+    "hit at admission": (lambda: COMPACT.admit(hit_end=-1), "hit_end", "at least 0", "got -1"),
+    "gather a list": (lambda: PLAN.gather([0.0] * 200), "200 rows", "got list"),
+    "gather rows": (lambda: PLAN.gather(np.zeros(200), rows=np.arange(1)), "rows", "[140]", "[1]"),
+    "scatter rows": (lambda: PLAN.scatter(np.zeros(140), rows=np.arange(1)), "rows", "[140]", "[1]"),
+    "scatter a list": (lambda: PLAN.scatter([0.0] * 140), "140 rows", "got list"),
+    "scatter a scalar": (lambda: PLAN.scatter(np.float64(0)), "140 rows", "got []"),
+    "scatter, one column into five": (
+        lambda: PLAN.scatter(np.zeros((140, 1)), np.zeros((200, 5))),
+        "[200, 1] float64", "got [200, 5] float64",
+    ),
+    "scatter, a vector into rows": (
+        lambda: PLAN.scatter(torch.zeros(140), torch.zeros(200, 140)),
+        "[200] torch.float32", "got [200, 140]",
+    ),
+    "scatter floats into ints": (
+        lambda: PLAN.scatter(np.zeros(140), np.zeros(200, np.int64), fill="zero"),
+        "[200] float64", "got [200] int64",
+    ),
+    "scatter a tensor into an array": (
+        lambda: PLAN.scatter(torch.zeros(140), np.zeros(200)),
+        "[200] torch.float32", "got [200] float64",
+    ),
+    "unsigned slots": (lambda: PLAN.select_slots(torch.zeros((1, 200), dtype=torch.uint8), [True]), "uint8"),
+    "unsigned array of slots": (lambda: PLAN.select_slots(np.zeros((1, 200), np.uint32), [True]), "uint32"),
+    "float slots": (lambda: PLAN.select_slots(np.zeros((1, 200)), [True]), "signed integers", "float64"),
+    "slots of words": (lambda: PLAN.select_slots(np.zeros((2, 200), int), [ANY] * 2), "booleans"),
     "slots": (lambda: PLAN.select_slots(np.zeros((2, 200), int), [True]), "[1, 200]", "[2, 200]"),
     "hook rows": (
         lambda: run_prefill(PLAN, hooks(200, 3)),
@@ -232,6 +291,8 @@ def test_what_is_allowed():
     assert ReplayConfig().validate(FLASH, ReplayRuntime()) == []
     ReplayConfig(ReplayMode.COMPACT, 136, geometry=ReplayGeometry(draft_tokens=7))
     ReplayConfig(ReplayMode.COMPACT, 129, geometry=ReplayGeometry(draft_tokens=0))
+    endless = ReplayConfig(ReplayMode.COMPACT, 1 << 80)  # "never drop a row", whatever the prompt
+    assert plan_decoder(endless, FLASH, [RequestSpan(300, 300, 300), RequestSpan(9, 9)]).is_identity
     exact = ReplayConfig(ReplayMode.COMPACT, 2546)
     assert exact.validate(FLASH, ReplayRuntime()) == [] and not exact.approximate(FLASH)
     RequestSpan(*np.array([3, 9, 9]))
@@ -266,3 +327,49 @@ def test_admission():
     for cfg, keep_all in ((ReplayConfig(), False), (windowed, False), (COMPACT, True)):
         cfg.admit(prompt_logprobs=True, prompt_hidden_states=True, routed_experts=True, keep_all=keep_all)
     COMPACT.admit(hit_end=64)
+
+
+def test_prefill_refuses_before_the_state_changes():
+    cfg = variant(2, 6)
+    geom, config = ReplayGeometry.from_config(cfg), setting(cfg, "compact")
+    model, text, state = models.model(cfg), models.text(cfg, 20), V41State.allocate(cfg, 1, 32, block=2)
+
+    def call(tokens: Any = text, config: Any = config, **kwargs: Any):
+        return lambda: prefill(model, tokens, state, config, **kwargs)
+
+    for request in (-1, 1, True):
+        refuses(call(request=request), "request must be")
+        refuses(lambda r=request: next(plan_prompt(config, geom, 4, request=r)), "request must be")
+    refuses(call(hit_end=4, chunk=0), "chunk", "at least 1", "got 0")
+    refuses(
+        call(hit_end=4, geometry=ReplayGeometry.from_config(cfg, draft_tokens=40)),
+        "keep", "at least 47", "40 drafts",
+    )  # fmt: skip
+    refuses(call(hit_end=None), "hit_end", "at least 0", "None")
+    refuses(call(config=None), "config", "ReplayConfig", "NoneType")
+    with pytest.raises(ValueError, match=r"prefill: expected tokens: \[\*\] int32"):
+        call(text.tolist())()
+    assert state.lens.tolist() == [0] and state.written.tolist() == [0]
+
+
+def test_a_plan_on_the_host_is_refused():
+    cfg = variant(2, 6)
+    state, text = V41State.allocate(cfg, 1, 32, block=2), models.text(cfg, 20)
+    host: Any = plan_decoder(
+        setting(cfg, "compact"), ReplayGeometry.from_config(cfg), [RequestSpan(20, 20, 20)]
+    )
+    with pytest.raises(ValueError, match="V41Flash: expected a replay plan on the device"):
+        models.model(cfg)(text, models.positions(0, 20), state, replay=host)
+
+
+@pytest.mark.parametrize("spans", [[(8, 8), (12, 12)], [(12, 12), (8, 9)]])
+def test_a_plan_of_other_rows_is_refused_where_values_are_checked(spans, monkeypatch):
+    cfg = variant(2, 6)
+    state, text = V41State.allocate(cfg, 2, 32, block=2), models.text(cfg, 20)
+    geom, requests = ReplayGeometry.from_config(cfg), [RequestSpan(*span) for span in spans]
+    plan = to_device(plan_decoder(setting(cfg, "compact"), geom, requests), "cpu")
+    place = torch.cat([models.positions(0, 12), models.positions(0, 8)])
+    bounds = torch.tensor([0, 12, 20], dtype=torch.int32)
+    monkeypatch.setenv("DSV41_CHECK", "1")
+    with pytest.raises(ValueError, match=r"V41Flash: expected .*replay plan"):
+        models.model(cfg)(text, place, state, cu_seqlens=bounds, replay=plan)
