@@ -76,4 +76,11 @@ MUTATIONS = [
         "confidence.numpy()[slots]",
         f"{LOOP}:check_stale_budget",
     ),
+    (
+        "draft-budget-sees-where-the-drafts-end",
+        "dsv41.spec.generate:_Budgets.split",
+        "hi=most[slots]",
+        "hi=offered[slots]",
+        f"{LOOP}:check_ends_are_not_read",
+    ),
 ]

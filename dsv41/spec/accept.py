@@ -75,8 +75,10 @@ def accept(
 
     Errors: ValueError naming the request and the row whose logits leave no token (a NaN, a +inf, nothing but
     -inf, or a
-        bitmask that forbids everything).
+        bitmask that forbids everything), or the request whose temperature is NaN or +inf.
     """
+    if names is not None:
+        check(len(names) == len(draft_tokens), "accept", f"names: [{len(draft_tokens)}]", names)
     result = verify_drafts(
         target_logits,
         cu_logits,
@@ -97,5 +99,7 @@ def accept(
         for row in result.status.nonzero().flatten().tolist()[:1]:
             name = names[row] if names else str(row)
             got = f"a NaN, a +inf or only -inf in row {int(result.num_emitted[row])} of request {name}"
+            if not torch.isfinite(temperature[row]) and temperature[row] != float("-inf"):
+                got = f"temperature {float(temperature[row])} of request {name}"
             check(False, "accept", "at least one finite logit and no NaN or +inf", got)
     return Accepted(result.tokens, result.num_emitted)

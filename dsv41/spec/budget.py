@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 
 from .._op import check
 from ..ops.verify import split_budget_ragged
+from ._values import integer, numbers
 from .confidence import first_survival
 from .cost import StepCost
 
@@ -31,12 +32,12 @@ def _gains(
     weights: ArrayLike | None,
 ) -> tuple[int, int, np.ndarray]:
     """Requests that emit, drafts of the floors, and expected tokens by how many drafts come on top."""
-    a = np.asarray(survival)
+    a = numbers(name, "survival", survival)
     if a.dtype not in (np.float32, np.float64):
         a = a.astype(np.float64)
     check(a.ndim == 2, name, "survival: [num_requests, block]", list(a.shape))
     rows, block = a.shape
-    bonus = rows if num_bonus is None else int(num_bonus)
+    bonus = rows if num_bonus is None else integer(name, "num_bonus", num_bonus)
     check(0 <= bonus <= rows, name, f"num_bonus from 0 to {rows}", bonus)
     if a.size == 0:
         return bonus, 0, np.array([float(bonus)])
@@ -51,8 +52,10 @@ def _gains(
     )
     gain = a
     if weights is not None:
-        w = np.asarray(weights, np.float64)
-        good = w.shape in ((), (rows,)) and bool(np.all(np.isfinite(w)) and np.all(w > 0))
+        w = numbers(name, "weights", weights).astype(np.float64)
+        with np.errstate(over="ignore", under="ignore"):
+            seen = w.astype(np.float32)  # what the split weighs with: there 0 and infinity count for nothing
+        good = w.shape in ((), (rows,)) and bool(np.all(np.isfinite(seen)) and np.all(seen > 0))
         check(good, name, f"weights: [{rows}], finite and positive", w.tolist())
         gain = a * np.broadcast_to(w, (rows,))[:, None]
     if lo is None and hi is None:
@@ -72,7 +75,7 @@ def _gains(
 
 
 def _per_row(name: str, label: str, value: ArrayLike, rows: int) -> np.ndarray:
-    array = np.asarray(value)
+    array = numbers(name, label, value)
     good = array.shape in ((), (rows,)) and array.dtype.kind in "iu"
     check(good, name, f"{label}: [{rows}] integers", f"{list(array.shape)} {array.dtype}")
     return np.broadcast_to(array, (rows,))
@@ -80,15 +83,22 @@ def _per_row(name: str, label: str, value: ArrayLike, rows: int) -> np.ndarray:
 
 def _limit(
     name: str, cost: StepCost, base: int, bonus: int, floors: int, drafts: int, max_tokens: int | None
-) -> int:
-    """Largest token count that the step may have; refuses a cap that does not hold what must run."""
+) -> tuple[int, int]:
+    """The base tokens and the largest count that the step may have; refuses a cap that does not hold what
+    must run.
+    """
+    base = integer(name, "base_tokens", base)
     check(base >= bonus, name, f"base_tokens >= num_bonus = {bonus}", base)
-    cap = cost.max_tokens if max_tokens is None else min(int(max_tokens), cost.max_tokens)
+    cap = (
+        cost.max_tokens
+        if max_tokens is None
+        else min(integer(name, "max_tokens", max_tokens), cost.max_tokens)
+    )
     needed = (
         f"a token cap (max_tokens and the cost table) of at least {base} + {floors} (base_tokens + floors)"
     )
     check(base + floors <= cap, name, needed, cap)
-    return min(cap, base + floors + drafts)
+    return base, min(cap, base + floors + drafts)
 
 
 def solve_budget(
@@ -134,12 +144,12 @@ def solve_budget(
     """
     name = "solve_budget"
     bonus, floors, total = _gains(name, survival, num_bonus, lo, hi, weights)
-    limit = _limit(name, cost, base_tokens, bonus, floors, total.size - 1, max_tokens)
-    least = base_tokens + floors
+    base, limit = _limit(name, cost, base_tokens, bonus, floors, total.size - 1, max_tokens)
+    least = base + floors
     begin, end = np.searchsorted(cost.tops, (least, limit))
     tokens = np.minimum(cost.tops[begin : end + 1], limit)
     rate = total[tokens - least] / (cost.top_seconds[begin : end + 1] + cost.draft_seconds(bonus))
-    return int(tokens[rate.argmax()]) - base_tokens
+    return int(tokens[rate.argmax()]) - base
 
 
 def solve_budget_lossless(
@@ -187,7 +197,7 @@ def solve_budget_lossless(
     )
     if stale is None:
         check(prior is not None, name, "prior: [block - 1] beside first", prior)
-        stale = first_survival(np.asarray(first), np.asarray(prior))
+        stale = first_survival(first, prior)  # pyright: ignore[reportArgumentType]
     return solve_budget(
         stale,
         cost,
@@ -223,8 +233,8 @@ def solve_budget_early_stop(
     """
     name = "solve_budget_early_stop"
     bonus, floors, total = _gains(name, survival, num_bonus, None, None, None)
-    limit = _limit(name, cost, base_tokens, bonus, floors, total.size - 1, None)
-    seconds = cost(np.arange(base_tokens, limit + 1)) + cost.draft_seconds(bonus)
+    base, limit = _limit(name, cost, base_tokens, bonus, floors, total.size - 1, None)
+    seconds = cost(np.arange(base, limit + 1)) + cost.draft_seconds(bonus)
     rate = total[: seconds.size] / seconds
     stops = np.flatnonzero(rate[1:] <= rate[:-1])
     return int(stops[0]) if stops.size else rate.size - 1
@@ -259,8 +269,8 @@ def budget_curve(
     """
     name = "budget_curve"
     bonus, floors, total = _gains(name, survival, num_bonus, lo, hi, weights)
-    limit = _limit(name, cost, base_tokens, bonus, floors, total.size - 1, max_tokens)
-    least = base_tokens + floors
+    base, limit = _limit(name, cost, base_tokens, bonus, floors, total.size - 1, max_tokens)
+    least = base + floors
     reach = np.minimum(cost.tiers, limit) - least
     return np.where(reach >= 0, total[np.maximum(reach, 0)], -np.inf)
 
@@ -277,15 +287,21 @@ def joint_tier(curves: ArrayLike, cost: StepCost, *, draft_requests: int = 0) ->
     Returns:
         Tokens of the tier; every rank then fills up to it. Of equal tiers the smallest: the same on every
         rank.
+
+    Errors: ValueError for a curve with a NaN or +inf, or when no tier holds every rank.
     """
-    gains = np.asarray(curves, np.float64)
+    gains = numbers("joint_tier", "curves", curves).astype(np.float64)
     check(
         gains.ndim == 2 and gains.shape[1] == len(cost.tiers),
         "joint_tier",
         f"curves: [num_ranks, {len(cost.tiers)}]",
         list(gains.shape),
     )
-    rate = gains.sum(0) / (cost.tier_seconds + cost.draft_seconds(draft_requests))
+    check(bool((gains < np.inf).all()), "joint_tier", "curves without a NaN or +inf", gains.tolist())
+    together = gains.sum(0)
+    held = bool(gains.size) and together.max() > -np.inf
+    check(held, "joint_tier", "curves of ranks that one tier holds together", gains.tolist())
+    rate = together / (cost.tier_seconds + cost.draft_seconds(draft_requests))
     return int(cost.tiers[rate.argmax()])
 
 
@@ -321,12 +337,14 @@ def solve_budget_joint(
     """
     name, ranks = "solve_budget_joint", len(survivals)
     check(
-        ranks > 0 and len(base_tokens) == ranks,
+        ranks > 0 and _length(base_tokens) == ranks,
         name,
         f"base_tokens of {ranks} (at least 1) ranks",
-        len(base_tokens),
+        _length(base_tokens),
     )
-    options: list[dict[str, Any]] = [{"base_tokens": int(base)} for base in base_tokens]
+    options: list[dict[str, Any]] = [
+        {"base_tokens": integer(name, "base_tokens", base)} for base in base_tokens
+    ]
     for label, values in (
         ("num_bonus", num_bonus),
         ("lo", lo),
@@ -335,7 +353,7 @@ def solve_budget_joint(
         ("max_tokens", max_tokens),
     ):
         if values is not None:
-            check(len(values) == ranks, name, f"{label} of {ranks} ranks", len(values))
+            check(_length(values) == ranks, name, f"{label} of {ranks} ranks", _length(values))
             for option, value in zip(options, values, strict=True):
                 option[label] = value
     curves = [budget_curve(a, cost, **option) for a, option in zip(survivals, options, strict=True)]
@@ -345,6 +363,11 @@ def solve_budget_joint(
     ]
     tier = joint_tier(curves, cost, draft_requests=max(emitting))
     return [budget_of_tier(a, cost, tier, **option) for a, option in zip(survivals, options, strict=True)]
+
+
+def _length(values: Any) -> Any:
+    """How many entries a list has; a value that is no list comes back as text, which equals no count."""
+    return len(values) if hasattr(values, "__len__") else repr(values)
 
 
 def budget_of_tier(
@@ -370,10 +393,15 @@ def budget_of_tier(
         Total drafts.
     """
     name = "budget_of_tier"
-    given = (options.get(label) for label in ("num_bonus", "lo", "hi", "weights"))
-    bonus, floors, total = _gains(name, survival, *given)
-    cap = tier if max_tokens is None else min(tier, max_tokens)
-    return _limit(name, cost, base_tokens, bonus, floors, total.size - 1, cap) - base_tokens
+    labels = ("num_bonus", "lo", "hi", "weights")
+    unknown = ", ".join(sorted(set(options) - set(labels)))
+    check(not unknown, name, "num_bonus, lo, hi and weights", unknown)
+    bonus, floors, total = _gains(name, survival, *(options.get(label) for label in labels))
+    cap = integer(name, "tier", tier)
+    if max_tokens is not None:
+        cap = min(cap, integer(name, "max_tokens", max_tokens))
+    base, limit = _limit(name, cost, base_tokens, bonus, floors, total.size - 1, cap)
+    return limit - base
 
 
 def split_budget(
@@ -406,9 +434,14 @@ def split_budget(
     """
     name = "split_budget"
     as_tensor = isinstance(confidence, torch.Tensor)
-    c = confidence if as_tensor else torch.from_numpy(np.array(confidence, np.float32, ndmin=1))
-    check(c.dim() == 2 and c.shape[1] > 0, name, "confidence: [num_requests, block]", c)
-    rows = c.shape[0]
+    if as_tensor:
+        c = confidence
+    else:
+        with np.errstate(over="ignore"):  # beyond fp32 is infinite, and reads as 0
+            c = torch.from_numpy(np.atleast_1d(numbers(name, "confidence", confidence)).astype(np.float32))
+    check(c.dim() == 2, name, "confidence: [num_requests, block]", c)
+    rows, block = c.shape
+    check(block > 0, name, "confidence: [num_requests, block], block at least 1", c)
     if rows == 0:
         empty = c.new_empty((0,), dtype=torch.int32)
         return empty if as_tensor else empty.numpy()
@@ -416,17 +449,24 @@ def split_budget(
     def spread(label: str, value: Any, size: int, dtype: torch.dtype) -> torch.Tensor | None:
         if value is None:
             return None
-        x = torch.as_tensor(value, device=c.device)
-        whole = not x.is_floating_point() or dtype == torch.float32
-        check(
-            whole and tuple(x.shape) in ((), (1,), (size,)),
-            name,
-            f"{label}: [{size}] {'numbers' if dtype == torch.float32 else 'integers'}",
-            x,
-        )
+        wanted = f"{label}: [{size}] {'numbers' if dtype == torch.float32 else 'integers'}"
+        try:
+            x = torch.as_tensor(value, device=c.device)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            x = None
+            check(False, name, wanted, value)
+        assert x is not None
+        whole = not (x.is_floating_point() or x.is_complex()) or dtype == torch.float32
+        check(whole and tuple(x.shape) in ((), (1,), (size,)), name, wanted, x)
         return x.to(dtype).expand(size).contiguous()
 
+    # Python's integers have no end; the op's do.
+    if isinstance(budget, int):
+        budget = min(max(budget, -1), rows * block)
+    if isinstance(rotation, int):
+        rotation %= rows
     count = spread("budget", budget, 1, torch.int64)
+    check(count is not None, name, "budget: [1] integers", budget)
     assert count is not None
     lengths = split_budget_ragged(
         c.to(torch.float32).contiguous(),

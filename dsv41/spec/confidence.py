@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .._op import check
+from ._values import integer, numbers
 
 _FORMAT, _VERSION = "dsv41.Calibration", 1
 _SMALLEST_NORMAL = np.float32(2.0**-126)
@@ -27,7 +28,8 @@ def survival(confidence: np.ndarray) -> tuple[np.ndarray, int]:
         (survival, num_invalid): [num_requests, block] float32, non-increasing along a row, the same bits as
         the device-side split uses; and how many entries were NaN or infinite.
     """
-    c = np.asarray(confidence, np.float32)
+    with np.errstate(over="ignore"):  # beyond fp32 is infinite, and counted
+        c = numbers("survival", "confidence", confidence).astype(np.float32)
     check(c.ndim == 2, "survival", "confidence: [num_requests, block]", list(c.shape))
     valid = np.isfinite(c)
     a = np.clip(np.where(valid, c, np.float32(0)), np.float32(0), np.float32(1))
@@ -50,7 +52,8 @@ def first_survival(first: np.ndarray, prior: np.ndarray) -> np.ndarray:
     Returns:
         [num_requests, block] float32.
     """
-    first, prior = np.asarray(first, np.float32), np.asarray(prior, np.float32)
+    first = numbers("first_survival", "first", first)
+    prior = numbers("first_survival", "prior", prior)
     check(
         first.ndim == 1,
         "first_survival",
@@ -73,15 +76,35 @@ class StaleConfidence:
     Args:
         num_slots: requests that can be alive together.
         block: drafts a block.
-        prior: [block] or scalar conditional confidence of requests that have none yet; 1 admits a newcomer's
-            drafts first.
+        prior: [block] or scalar conditional confidence of requests that have none yet, 0 to 1; 1 admits a
+            newcomer's drafts first.
+
+    Errors: ValueError for slots that are not there, named twice in one ``write`` or without a tenant, as a
+    padding row's -1 is.
     """
 
     def __init__(self, num_slots: int, block: int, *, prior: float | np.ndarray = 1.0):
-        self.prior = np.broadcast_to(np.asarray(prior, np.float32), (block,)).copy()
+        name = "StaleConfidence"
+        num_slots, block = integer(name, "num_slots", num_slots, 0), integer(name, "block", block, 1)
+        known = numbers(name, "prior", prior).astype(np.float32)
+        fits = known.shape in ((), (1,), (block,)) and bool(((known >= 0) & (known <= 1)).all())
+        check(fits, name, f"prior: [{block}] or one, 0 to 1", prior)
+        self.prior = np.broadcast_to(known, (block,)).copy()
         self._values = np.zeros((2, num_slots, block), np.float32)
         self._written = np.full((2, num_slots), -1, np.int64)
         self._tenant = np.full((2, num_slots), -1, np.int64)
+
+    def _tenants(self, slots: np.ndarray, generations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Both as [num_requests] int64 after a check: a negative slot would silently be another's."""
+        name, most = "StaleConfidence", self._values.shape[1] - 1
+        slot, tenant = numbers(name, "slots", slots), numbers(name, "generations", generations)
+        whole = slot.ndim == 1 and (slot.dtype.kind in "iu" or slot.size == 0)
+        fits = whole and bool(((slot >= 0) & (slot <= most)).all())
+        check(fits, name, f"slots: [num_requests] integers from 0 to {most}", slot.tolist())
+        known = tenant.shape == slot.shape and (tenant.dtype.kind in "iu" or tenant.size == 0)
+        known = known and bool((tenant >= 0).all())
+        check(known, name, f"generations: [{slot.size}] integers from 0", tenant.tolist())
+        return slot.astype(np.int64), tenant.astype(np.int64)
 
     def write(
         self, block_number: int, slots: np.ndarray, generations: np.ndarray, confidence: np.ndarray
@@ -90,19 +113,21 @@ class StaleConfidence:
 
         Args:
             block_number: >= 0, the engine's step counter.
-            slots: [num_requests] int.
+            slots: [num_requests] int, all different.
             generations: [num_requests] int >= 0, which tenant of the slot this is.
             confidence: [num_requests, block].
         """
-        c = np.asarray(confidence, np.float32)
-        block = self._values.shape[2]
+        name, block = "StaleConfidence", self._values.shape[2]
+        with np.errstate(over="ignore"):
+            c = numbers(name, "confidence", confidence).astype(np.float32)
         check(
-            c.ndim == 2 and c.shape[1] == block,
-            "StaleConfidence",
-            f"confidence: [num_requests, {block}]",
-            list(c.shape),
+            c.ndim == 2 and c.shape[1] == block, name, f"confidence: [num_requests, {block}]", list(c.shape)
         )
-        check(block_number >= 0, "StaleConfidence", "block_number >= 0", block_number)
+        block_number = integer(name, "block_number", block_number)
+        check(block_number >= 0, name, "block_number >= 0", block_number)
+        slots, generations = self._tenants(slots, generations)
+        check(len(c) == len(slots), name, f"confidence: [{len(slots)}, {block}]", list(c.shape))
+        check(len(np.unique(slots)) == len(slots), name, "slots: all different", slots.tolist())
         half = block_number % 2
         self._values[half, slots] = c
         self._written[half, slots] = block_number
@@ -119,7 +144,8 @@ class StaleConfidence:
         Returns:
             [num_requests, block] float32, the prior where nothing older is known.
         """
-        slots, generations = np.asarray(slots, np.int64), np.asarray(generations, np.int64)
+        block_number = integer("StaleConfidence", "block_number", block_number)
+        slots, generations = self._tenants(slots, generations)
         age = np.where(self._tenant[:, slots] == generations, self._written[:, slots], -1)
         age = np.where(age < block_number, age, -1)
         newest = age.argmax(0)
@@ -137,8 +163,10 @@ class Calibration:
     temperatures: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        good = len(self.temperatures) > 0 and all(np.isfinite(t) and t > 0 for t in self.temperatures)
+        given = numbers("Calibration", "temperatures", self.temperatures)
+        good = given.ndim == 1 and given.size > 0 and bool((np.isfinite(given) & (given > 0)).all())
         check(good, "Calibration", "temperatures: at least one, finite and positive", self.temperatures)
+        object.__setattr__(self, "temperatures", tuple(float(t) for t in given))  # equal and hashable
 
     def apply(self, logits: T) -> T:
         """Calibrated conditional confidences.
@@ -152,6 +180,8 @@ class Calibration:
         Errors: ValueError when block is not the calibration's.
         """
         block = len(self.temperatures)
+        if not isinstance(logits, torch.Tensor):
+            logits = numbers("Calibration", "logits", logits)  # pyright: ignore[reportAssignmentType]
         same = logits.ndim == 2 and logits.shape[1] == block
         check(
             same,
@@ -170,15 +200,23 @@ class Calibration:
     @classmethod
     def from_json(cls, text: str) -> "Calibration":
         """Read what `to_json` wrote; refuses other formats and versions."""
-        data = read_versioned("Calibration", text, _FORMAT, _VERSION)
-        return cls(tuple(float(t) for t in data["temperatures"]))
+        data = read_versioned("Calibration", text, _FORMAT, _VERSION, ("temperatures",))
+        return cls(data["temperatures"])
 
 
-def read_versioned(name: str, text: str, kind: str, version: int) -> dict[str, Any]:
-    """A JSON object whose format and version are the expected ones, or a refusal."""
-    data = json.loads(text)
+def read_versioned(name: str, text: str, kind: str, version: int, keys: tuple[str, ...]) -> dict[str, Any]:
+    """A JSON object whose format and version are the expected ones and that has all keys, or a refusal."""
+    expected = f"JSON of format {kind!r}, version {version}"
+    try:
+        data = json.loads(text)
+    except (TypeError, ValueError):
+        data = None
+        check(False, name, expected, f"what is no JSON: {str(text)[:40]!r}")
     found = (data.get("format"), data.get("version")) if isinstance(data, dict) else data
-    check(found == (kind, version), name, f"JSON of format {kind!r}, version {version}", found)
+    check(isinstance(data, dict) and found == (kind, version), name, expected, found)
+    assert isinstance(data, dict)
+    absent = [key for key in keys if key not in data]
+    check(not absent, name, f"{expected}, with {', '.join(keys)}", f"one without {', '.join(absent)}")
     return data
 
 
@@ -197,8 +235,18 @@ def expected_calibration_error(predicted: np.ndarray, observed: np.ndarray, *, b
 
     Returns:
         The error in [0, 1]; 0 for no data.
+
+    Errors: ValueError for lists of different lengths, a value outside [0, 1] or no bins.
     """
-    predicted, observed = np.asarray(predicted, np.float64), np.asarray(observed, np.float64)
+    name = "expected_calibration_error"
+    bins = integer(name, "bins", bins, 1)
+    predicted = numbers(name, "predicted", predicted).astype(np.float64)
+    observed = numbers(name, "observed", observed).astype(np.float64)
+    same = predicted.ndim == 1 and observed.shape == predicted.shape
+    check(same, name, "predicted and observed: [n] both", (list(predicted.shape), list(observed.shape)))
+    for label, values in (("predicted", predicted), ("observed", observed)):
+        inside = bool(((values >= 0) & (values <= 1)).all())
+        check(inside, name, f"{label}: 0 to 1", "others, or a NaN")
     which = np.minimum((predicted * bins).astype(np.int64), bins - 1)
     gap = np.bincount(which, weights=predicted - observed, minlength=bins)
     return float(np.abs(gap).sum() / max(len(predicted), 1))
@@ -225,24 +273,28 @@ def fit_calibration(
     Returns:
         Calibration for this block length.
 
-    Errors: ValueError for no data, a non-finite logit, an accepted count outside [0, block], or trimmed
-    blocks.
+    Errors: ValueError for no data, a non-finite logit, an accepted count that is not whole or outside [0,
+    block], trimmed blocks, or a grid that is empty or not positive.
 
     Source: DSpark, arXiv 2607.05147, sequential temperature scaling; 20 equal-width bins.
     """
     name = "fit_calibration"
-    z, accepted = np.asarray(logits, np.float64), np.asarray(accepted)
+    z, accepted = numbers(name, "logits", logits).astype(np.float64), numbers(name, "accepted", accepted)
     check(z.ndim == 2 and z.size > 0, name, "logits: [num_blocks, block], not empty", list(z.shape))
     blocks, block = z.shape
     check(
         bool(np.isfinite(z).all()), name, "finite logits", f"{np.count_nonzero(~np.isfinite(z))} that are not"
     )
-    fits = accepted.shape == (blocks,) and accepted.min() >= 0 and accepted.max() <= block
+    fits = accepted.shape == (blocks,) and bool(np.isin(accepted, np.arange(block + 1)).all())
     check(fits, name, f"accepted: [{blocks}] from 0 to {block}", f"shape {list(accepted.shape)}")
     if offered is not None:
-        trimmed = int(np.count_nonzero(np.asarray(offered) != block))
+        sent = numbers(name, "offered", offered)
+        check(sent.shape == (blocks,), name, f"offered: [{blocks}]", list(sent.shape))
+        trimmed = int(np.count_nonzero(sent != block))
         check(trimmed == 0, name, f"blocks verified whole ({block} drafts)", f"{trimmed} trimmed blocks")
-    tried = np.geomspace(1 / 8, 8, 121) if grid is None else np.asarray(grid, np.float64)
+    tried = np.geomspace(1 / 8, 8, 121) if grid is None else numbers(name, "grid", grid).astype(np.float64)
+    usable = tried.ndim == 1 and tried.size > 0 and bool((np.isfinite(tried) & (tried > 0)).all())
+    check(usable, name, "grid: at least one temperature, finite and positive", grid)
     prefix, chosen = np.ones(blocks), []
     for k in range(block):
         outcome = accepted > k

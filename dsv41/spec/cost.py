@@ -4,16 +4,18 @@ import hashlib
 import json
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from .._op import check
+from ._values import integer, numbers
 from .confidence import read_versioned
 
 _FORMAT, _VERSION = "dsv41.StepCost", 1
+_LARGEST = 2**24  # an eager tail holds every token count, so a slip of the pen must not fill the memory
 Curve = tuple[Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]
 
 
@@ -21,7 +23,8 @@ def _curve(
     label: str, sizes: ArrayLike, seconds: ArrayLike, *, above: int = 0, zero: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """A checked table: int64 sizes, rising, and float64 seconds forced to be monotone."""
-    size, second = np.atleast_1d(np.asarray(sizes)), np.atleast_1d(np.asarray(seconds, np.float64))
+    size = np.atleast_1d(numbers("StepCost", label, sizes))
+    second = np.atleast_1d(numbers("StepCost", label, seconds).astype(np.float64))
     check(
         size.ndim == 1 and size.shape == second.shape,
         "StepCost",
@@ -31,12 +34,24 @@ def _curve(
     check(size.size > 0, "StepCost", f"{label}: at least one size", "an empty table")
     whole = bool(np.all(np.isfinite(size)) and np.all(size == np.floor(size)))
     check(whole and size[0] > above, "StepCost", f"{label}: whole sizes above {above}", size.tolist())
-    check(bool(np.all(np.diff(size) > 0)), "StepCost", f"{label}: sizes in rising order", size.tolist())
+    rises = bool(np.all(size[1:] > size[:-1]))
+    check(rises, "StepCost", f"{label}: sizes in rising order", size.tolist())
+    check(size[-1] <= _LARGEST, "StepCost", f"{label}: whole sizes of at most {_LARGEST}", size.tolist())
     good = bool(np.all(np.isfinite(second)) and np.all(second >= 0 if zero else second > 0))
     check(
         good, "StepCost", f"{label}: finite {'non-negative' if zero else 'positive'} seconds", second.tolist()
     )
-    return size.astype(np.int64), np.maximum.accumulate(second)
+    curve = size.astype(np.int64), np.maximum.accumulate(second)
+    for table in curve:
+        table.flags.writeable = False
+    return curve
+
+
+def _pair(label: str, curve: Any) -> tuple[Any, Any]:
+    """The two lists of a curve."""
+    pair = isinstance(curve, Sequence) and not isinstance(curve, str) and len(curve) == 2
+    check(pair, "StepCost", f"{label}: (sizes, seconds)", curve)
+    return curve[0], curve[1]
 
 
 class StepCost:
@@ -67,13 +82,14 @@ class StepCost:
         self, sizes: ArrayLike, seconds: ArrayLike, *, draft: Curve | None = None, tail: Curve | None = None
     ):
         self.sizes, self.seconds = _curve("sizes", sizes, seconds)
-        self.draft = None if draft is None else _curve("draft", *draft, zero=True)
+        self.draft = None if draft is None else _curve("draft", *_pair("draft", draft), zero=True)
         self.tail = None
         self.tops, self.top_seconds = self.sizes, self.seconds
         self.tiers, self.tier_seconds = self.sizes, self.seconds
         if tail is not None:
-            at, took = _curve("tail", *tail, above=int(self.sizes[-1]))
+            at, took = _curve("tail", *_pair("tail", tail), above=int(self.sizes[-1]))
             took = np.maximum(took, self.seconds[-1])
+            took.flags.writeable = False
             self.tail = at, took
             # Eager steps are not padded: past the first point every token count is a bucket of its own.
             every = np.arange(at[0], at[-1] + 1)
@@ -100,6 +116,7 @@ class StepCost:
 
     def draft_seconds(self, requests: int) -> float:
         """Seconds D of drafting for ``requests``; ValueError above the draft table."""
+        requests = integer("StepCost", "requests", requests, 0)
         if self.draft is None or requests == 0:
             return 0.0
         sizes, seconds = self.draft
@@ -117,17 +134,17 @@ class StepCost:
     @classmethod
     def from_json(cls, text: str) -> "StepCost":
         """Read what `to_json` wrote; refuses other formats and versions."""
-        data = read_versioned("StepCost", text, _FORMAT, _VERSION)
+        data = read_versioned("StepCost", text, _FORMAT, _VERSION, ("sizes", "seconds", "draft", "tail"))
         return cls(data["sizes"], data["seconds"], draft=data["draft"], tail=data["tail"])
 
     @classmethod
     def measure(
         cls,
         run: Callable[[int], int | None],
-        sizes: Sequence[int],
+        sizes: Iterable[int],
         *,
-        tail: Sequence[int] = (),
-        draft: tuple[Callable[[int], int | None], Sequence[int]] | None = None,
+        tail: Iterable[int] = (),
+        draft: tuple[Callable[[int], int | None], Iterable[int]] | None = None,
         warmup: int = 2,
         repeats: int = 5,
         synchronize: Callable[[], None] | None = None,
@@ -150,6 +167,8 @@ class StepCost:
         Returns:
             StepCost.
         """
+        warmup = integer("StepCost", "warmup", warmup, 0)
+        repeats = integer("StepCost", "repeats", repeats, 1)
 
         def timed(call: Callable[[int], int | None], size: int) -> float:
             took = []
@@ -163,9 +182,9 @@ class StepCost:
                 check(ran is None or ran == size, "StepCost", f"a run of {size} tokens", ran)
             return float(np.median(took))
 
-        curves = [
-            ([int(s) for s in at], [timed(call, int(s)) for s in at])
-            for call, at in ((run, sizes), (run, tail))
-        ]
-        drafted = None if draft is None else (draft[1], [timed(draft[0], int(s)) for s in draft[1]])
-        return cls(*curves[0], draft=drafted, tail=curves[1] if len(tail) else None)
+        def curve(call: Callable[[int], int | None], at: Iterable[int]) -> Curve:
+            asked = [integer("StepCost", "a size", size) for size in at]
+            return asked, [timed(call, size) for size in asked]
+
+        steps, eager = curve(run, sizes), curve(run, tail)
+        return cls(*steps, draft=None if draft is None else curve(*draft), tail=eager if eager[0] else None)

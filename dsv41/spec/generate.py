@@ -7,9 +7,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from .._op import check
+from .._op import check, check_tensor
 from ..ops.draft import DraftBlock
 from ..ops.verify import RaggedSplit, split_budget_ragged
+from ..ops.verify.api import MODES
+from ._values import integer, listed, numbers
 from .accept import Accepted, accept
 from .budget import solve_budget_lossless
 from .confidence import Calibration, StaleConfidence, survival
@@ -62,11 +64,12 @@ class OracleDrafter:
     All draws are a function of (seed, request, position of the anchor), whoever else is in the batch.
 
     Args:
-        texts: of each request, prompt and continuation; where a text ends its drafts end.
+        texts: of each request, prompt and continuation, ids below ``vocab_size``; where a text ends its
+            drafts end.
         block_size: drafts a block.
         vocab_size: a wrong draft is another id below it.
         error: mean probability that a draft is wrong, 0 to 1.
-        seed: of the draws.
+        seed: of the draws, >= 0.
     """
 
     input_width = 0
@@ -80,9 +83,11 @@ class OracleDrafter:
         error: float = 0.3,
         seed: int = 0,
     ):
-        check(0 <= error <= 1, "OracleDrafter", "error: 0 to 1", error)
-        check(block_size > 0 and vocab_size > 1, "OracleDrafter", "a block and two tokens", block_size)
-        self.texts = [list(map(int, text)) for text in texts]
+        name = "OracleDrafter"
+        check(0 <= error <= 1, name, "error: 0 to 1", error)
+        block_size, seed = integer(name, "block_size", block_size), integer(name, "seed", seed, 0)
+        check(block_size > 0 and vocab_size > 1, name, "a block and two tokens", block_size)
+        self.texts = [_ids(name, "texts", text, vocab_size - 1) for text in texts]
         self.block_size, self.vocab_size, self.error, self.seed = block_size, vocab_size, error, seed
 
     def write_context(self, *_: Any, **__: Any) -> None:
@@ -90,6 +95,8 @@ class OracleDrafter:
 
     def __call__(self, anchors: torch.Tensor, state: TargetState, sample: Any = None) -> DraftBlock:
         """One-hot drafts: no logits, ``sample`` is not asked."""
+        held = len(self.texts)
+        check(held >= len(anchors), "OracleDrafter", f"texts of {len(anchors)} requests", held)
         tokens = np.full((len(anchors), self.block_size), -1, np.int64)
         logits = np.zeros(tokens.shape, np.float32)
         for r, (anchor, place) in enumerate(zip(anchors.tolist(), state.lens.tolist(), strict=True)):
@@ -180,13 +187,13 @@ class _Batch:
         self,
         prompts: list[list[int]],
         new: list[int],
-        stop_ids: Iterable[int],
+        stop_ids: frozenset[int],
         block: int,
         law: dict[str, Any],
     ):
         self.prompts, self.texts = prompts, [list(prompt) for prompt in prompts]
         self.limits = [len(prompt) + count for prompt, count in zip(prompts, new, strict=True)]
-        self.stop, self.block, self.law = frozenset(stop_ids), block, law
+        self.stop, self.block, self.law = stop_ids, block, law
         self.stopped = [False] * len(prompts)
 
     def remaining(self) -> np.ndarray:
@@ -219,7 +226,11 @@ class _Batch:
         rows = []
         for r, text in enumerate(self.texts):
             for k in range(cu[r + 1] - cu[r]):
-                rows.append(mask[r] if isinstance(mask, torch.Tensor) else mask(r, text + drafts[r][:k]))
+                row = mask[r] if isinstance(mask, torch.Tensor) else mask(r, text + drafts[r][:k])
+                label = f"bitmask of request {self.law['names'][r]}"
+                words = rows[0].shape[0] if rows else None
+                check_tensor("generate", label, row, (words,), torch.int32, like=rows[0] if rows else None)
+                rows.append(row)
         return torch.stack(rows)
 
     def lens(self, device: torch.device) -> torch.Tensor:
@@ -245,8 +256,8 @@ def generate(
     pinned: Sequence[bool] | None = None,
     mode: str = "chain",
     temperature: float | Sequence[float] = 0.0,
-    top_k: Sequence[int] | None = None,
-    top_p: Sequence[float] | None = None,
+    top_k: int | Sequence[int] | None = None,
+    top_p: float | Sequence[float] | None = None,
     bitmask: Bitmask | None = None,
     stop_ids: Iterable[int] = (),
     streams: Streams | None = None,
@@ -255,6 +266,8 @@ def generate(
     replay: Replay | None = None,
 ) -> Generated:
     """Continue every prompt: draft, choose a budget, split it, run the target, verify, take back what fell.
+
+    What holds one value a request may be a list, a tuple, an array or a tensor.
 
     The text does not depend on drafter, budget or batch mates for greedy requests and in ``coupled`` mode, if
     the target's logits do not depend on how rows are batched; in the other modes its law does not.
@@ -267,14 +280,15 @@ def generate(
         max_new_tokens: tokens to emit at most, one number or one a request.
         drafter: what drafts, or None for plain decoding.
         budget: how many drafts a step verifies. None: all. A StepCost: the optimum over an earlier block's
-            survivals. A function of (step, survivals [num_live, block] of an earlier block): what it says.
+            survivals, whatever the drafts of this block turn out to be. A function of (step, survivals
+            [num_live, block] of an earlier block): the integer it says.
         calibration: applied to confidence logits; None is a plain sigmoid.
         pinned: requests whose drafts are all verified whatever the budget: reproducible from their seed
             beside adaptive ones. None is none.
         mode: ``chain``, ``block`` or ``coupled``.
-        temperature: 0 is greedy; one number or one a request.
-        top_k: one a request, or None.
-        top_p: one a request, or None.
+        temperature: 0 is greedy; one finite number or one a request.
+        top_k: one integer or one a request, or None.
+        top_p: one finite number or one a request, or None.
         bitmask: [num_requests, words] int32 of allowed tokens, or a function of (request, its text with the
             drafts before the row) that gives [words] int32; or None.
         stop_ids: a request ends behind one of these, which it keeps.
@@ -286,16 +300,21 @@ def generate(
     Returns:
         Generated.
 
-    Errors: ValueError, naming the request, for an empty prompt, a text that the state cannot hold, or a row
-        of logits without a law.
+    Errors: ValueError, naming the request, for an empty prompt, ids that are none, a text that the state
+        cannot hold, or a row of logits without a law; ValueError for options of other kinds or lengths.
     """
     name, device, requests = "generate", state.lens.device, len(prompts)
     check(requests > 0 and state.num_requests == requests, name, f"{state.num_requests} prompts", requests)
     check(not bool(state.lens.any()), name, "an empty state", state.lens.tolist())
+    chunk = integer(name, "chunk", chunk)
     check(chunk > 0, name, "chunk: at least 1", chunk)
-    called = names or [str(r) for r in range(requests)]
-    ids = [list(map(int, prompt)) for prompt in prompts]
-    new = _each(name, "max_new_tokens", max_new_tokens, requests)
+    check(mode in MODES, name, f"mode: one of {', '.join(MODES)}", mode)
+    solves = budget is None or isinstance(budget, StepCost) or callable(budget)
+    check(solves, name, "budget: a StepCost, a function or None", budget)
+    called = [str(r) for r in range(requests)] if names is None else names
+    check(len(called) == requests, name, f"names: [{requests}]", called)
+    ids = [_ids(name, f"token ids of request {called[r]}", prompt) for r, prompt in enumerate(prompts)]
+    new = _whole(name, "max_new_tokens", max_new_tokens, requests)
     for r, (prompt, count) in enumerate(zip(ids, new, strict=True)):
         check(bool(prompt), name, f"a prompt of at least one token for request {called[r]}", "none")
         check(count > 0, name, f"at least one new token for request {called[r]}", count)
@@ -304,18 +323,28 @@ def generate(
     block = 1 if drafter is None else drafter.block_size
     back = drafter is None or block <= state.max_rollback
     check(back, name, f"a state that takes back {block} tokens", state.max_rollback)
-    heat = torch.tensor(_each(name, "temperature", temperature, requests), dtype=torch.float32, device=device)
+    if streams is None:
+        streams = Streams.of([0] * requests, list(range(requests)), device)
+    check(len(streams.seeds) == requests, name, f"streams of {requests} requests", len(streams.seeds))
+    masked = bitmask is None or callable(bitmask) or isinstance(bitmask, torch.Tensor)
+    check(masked, name, "bitmask: a tensor, a function or None", bitmask)
+    if isinstance(bitmask, torch.Tensor):
+        check_tensor(name, "bitmask", bitmask, (requests, None), torch.int32)
+    heat = _floats(name, "temperature", temperature, requests, device)
+    cuts = None if top_k is None else _whole(name, "top_k", top_k, requests)
     law = {
-        "streams": streams or Streams.of([0] * requests, list(range(requests)), device),
+        "streams": streams,
         "temperature": heat,
-        "top_k": None if top_k is None else torch.tensor(top_k, dtype=torch.int32, device=device),
-        "top_p": None if top_p is None else torch.tensor(top_p, dtype=torch.float32, device=device),
+        "top_k": None if cuts is None else torch.tensor(cuts, dtype=torch.int64, device=device),
+        "top_p": None if top_p is None else _floats(name, "top_p", top_p, requests, device),
         "bitmask": bitmask,
         "mode": mode,
         "names": called,
     }
-    batch = _Batch(ids, new, stop_ids, block, law)
-    pins = np.zeros(requests, bool) if pinned is None else np.array(pinned, bool)
+    check(hasattr(stop_ids, "__iter__"), name, "stop_ids: token ids", stop_ids)
+    ends = frozenset(integer(name, "stop_ids: token ids", i) for i in stop_ids)
+    batch = _Batch(ids, new, ends, block, law)
+    pins = np.zeros(requests, bool) if pinned is None else numbers(name, "pinned", pinned).astype(bool)
     check(pins.shape == (requests,), name, f"pinned: [{requests}]", pins.shape)
     plan = _Budgets(budget, pins, StaleConfidence(requests, block))
     counts = DraftCounts.of(block)
@@ -328,17 +357,19 @@ def generate(
     )
 
     def sample(z: torch.Tensor, column: int) -> torch.Tensor:
-        return law["streams"].draft(z, column, state.lens.long(), heat, mode=mode)
+        return streams.draft(z, column, state.lens.long(), heat, mode=mode)
 
     while (left := batch.remaining()).any():
         anchors, live = batch.anchors(device), left > 0
         if drafter is not None:
             drafts = drafter(anchors, state, sample)
         there = (drafts.tokens >= 0).long().cumprod(1).sum(1).cpu().numpy()
-        offered = np.minimum(there, np.maximum(left - 1, 0))
+        most = np.maximum(left - 1, 0)
+        offered = np.minimum(there, most)
         zeta = drafts.confidence
         confidence = torch.sigmoid(zeta) if calibration is None else calibration.apply(zeta)
-        split = plan.split(counts.steps, confidence, state.lens, live, offered)
+        most = np.minimum(most, 0 if drafter is None else block)
+        split = plan.split(counts.steps, confidence, state.lens, live, offered, most)
         start, rows = state.lens.long(), int(split.stats[0])
         request, positions = split.token_request_ids[:rows].long(), split.positions[:rows]
         tokens = torch.cat([anchors[:, None], drafts.tokens], 1)[request, positions - start[request]]
@@ -429,9 +460,19 @@ class _Budgets:
     stale: StaleConfidence
 
     def split(
-        self, step: int, confidence: torch.Tensor, lens: torch.Tensor, live: np.ndarray, offered: np.ndarray
+        self,
+        step: int,
+        confidence: torch.Tensor,
+        lens: torch.Tensor,
+        live: np.ndarray,
+        offered: np.ndarray,
+        most: np.ndarray,
     ) -> RaggedSplit:
-        """Choose the budget from the block before this one, and give it to this block's drafts."""
+        """Choose the budget from the block before this one, and give it to this block's drafts.
+
+        ``offered`` [num_requests] is how many drafts are there, ``most`` how many there can be: where a block
+        ends shows what was drafted, so the search for the budget may only see the latter.
+        """
         slots, first = np.flatnonzero(live), np.zeros(int(live.sum()), np.int64)
         earlier = survival(self.stale.read(step, slots, first))[0]
         self.stale.write(step, slots, first, confidence.cpu().numpy()[slots])
@@ -440,10 +481,15 @@ class _Budgets:
             drafts = int(offered.sum())
         elif isinstance(self.budget, StepCost):
             drafts = solve_budget_lossless(
-                self.budget, base_tokens=len(slots), stale=earlier, lo=lo[slots], hi=offered[slots]
+                self.budget,
+                base_tokens=len(slots),
+                stale=earlier,
+                lo=np.where(self.pinned, most, 0)[slots],
+                hi=most[slots],
             )
         else:
-            drafts = int(self.budget(step, earlier))
+            said = integer("generate", f"budget of step {step}", self.budget(step, earlier))
+            drafts = min(max(said, 0), int(offered.sum()))
 
         def ints(values: Any) -> torch.Tensor:
             return torch.as_tensor(np.asarray(values, np.int32), device=lens.device)
@@ -461,6 +507,27 @@ class _Budgets:
 
 
 def _each(name: str, label: str, value: Any, requests: int) -> list[Any]:
-    values = list(value) if isinstance(value, Sequence) else [value] * requests
+    """One value a request, of one for all or a list of any kind."""
+    many = isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
+    values = listed(name, label, value) if many else [value] * requests
     check(len(values) == requests, name, f"{label}: one, or {requests}", len(values))
     return values
+
+
+def _whole(name: str, label: str, value: Any, requests: int) -> list[int]:
+    """One integer a request; those past int32, which nothing here reaches, are its largest."""
+    each = (integer(name, label, entry) for entry in _each(name, label, value, requests))
+    return [min(entry, 2**31 - 1) for entry in each]
+
+
+def _floats(name: str, label: str, value: Any, requests: int, device: torch.device) -> torch.Tensor:
+    """[num_requests] f32, finite."""
+    each = numbers(name, label, _each(name, label, value, requests)).astype(np.float32)
+    finite = each.shape == (requests,) and bool(np.isfinite(each).all())
+    check(finite, name, f"{label}: finite numbers", value)
+    return torch.from_numpy(each).to(device)
+
+
+def _ids(name: str, label: str, text: Any, high: int | None = None) -> list[int]:
+    """Token ids of a list of any kind."""
+    return [integer(name, label, token, 0, high) for token in listed(name, label, text)]

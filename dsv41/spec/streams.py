@@ -6,6 +6,8 @@ import torch
 
 from .._op import check, check_tensor
 from ..ops.verify import sample_tokens
+from ..ops.verify.api import MODES
+from ._values import integer
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class Streams:
     def of(cls, seeds: list[int], uids: list[int], device: torch.device | str = "cpu") -> "Streams":
         """Streams from Python integers; refuses repeated or out-of-range uids."""
         check(len(set(uids)) == len(uids), "Streams", "uids: all different", uids)
+        for label, values, low in (("seeds", seeds, -(2**63)), ("uids", uids, None)):
+            for value in values:
+                integer("Streams", label, value, low, None if low is None else 2**63 - 1)
         check(all(0 <= uid < 2**48 for uid in uids), "Streams", "uids in [0, 2**48)", uids)
         return cls(
             torch.tensor(seeds, dtype=torch.int64, device=device),
@@ -55,7 +60,7 @@ class Streams:
 
         Args:
             logits: [num_requests, vocab] draft logits, the Markov bias included, before temperature.
-            column: which draft of the block.
+            column: which draft of the block, 0 to 255.
             anchors: [num_requests] int64, position of the anchor.
             temperature: [num_requests] f32; <= 0 is argmax.
             mode: verification mode. ``coupled`` shares the target's noise at that position; the others must
@@ -64,6 +69,8 @@ class Streams:
         Returns:
             [num_requests] int64; -1 where the logits have no law, which ends the request's drafts.
         """
+        column = integer("Streams", "column", column, 0, 255)
+        check(mode in MODES, "Streams", f"mode: one of {', '.join(MODES)}", mode)
         coupled = mode == "coupled"
         return sample_tokens(
             logits,

@@ -120,21 +120,23 @@ def token_law(
 
     Args:
         logits: [..., vocab] float.
-        temperature: [...] f32; <= 0 is greedy: all mass on the largest logit, the lowest id on ties.
+        temperature: [...] f32; <= 0 is greedy: all mass on the largest logit, the lowest id on ties. NaN and
+            +inf leave no law.
         top_k: [...] int32, <= 0 keeps all; or None.
         top_p: [...] f32, >= 1 keeps all; the largest logit always stays; or None.
         bitmask: [..., words] int32 of allowed tokens, or None.
 
     Returns:
-        (log_p, ok): [..., vocab] f32 or f64, and [...] bool. A row without a law (a NaN, a +inf, or nothing
-        but -inf) is not ok and all -inf.
+        (log_p, ok): [..., vocab] f32 or f64, and [...] bool. A row without a law (a NaN, a +inf, nothing but
+        -inf, or no temperature) is not ok and all -inf.
     """
     vocab = logits.shape[-1]
     z = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     if bitmask is not None:
         z = z.masked_fill(~allowed_tokens(bitmask, vocab), float("-inf"))
     top = z.amax(-1, keepdim=True)  # NaN when any logit is
-    ok = torch.isfinite(top)
+    # -inf / inf is NaN and so is all that is divided by NaN: argmax would then take token 0 without a word.
+    ok = torch.isfinite(top) & (temperature < float("inf"))[..., None]
     z = z - torch.where(ok, top, 0.0)
     greedy = (temperature <= 0)[..., None]
     first_top = torch.arange(vocab, device=z.device) == z.argmax(-1, keepdim=True)

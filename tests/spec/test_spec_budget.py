@@ -6,12 +6,14 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv41.spec import (
     StepCost,
     budget_curve,
+    budget_of_tier,
     joint_tier,
     solve_budget,
     solve_budget_early_stop,
@@ -263,6 +265,13 @@ def test_lossless_variant_reads_only_what_it_is_given():
         ({"weights": [1, -1, 1, 1, 1, 1, 1, 1]}, "finite and positive"),
         ({"hi": [1, 2]}, r"hi: \[8\] integers"),
         ({"lo": np.ones(8)}, r"lo: \[8\] integers"),
+        ({"weights": 1e39}, "finite and positive"),  # the split weighs in fp32
+        ({"weights": "heavy"}, "weights: numbers"),
+        ({"survival": [[0.5], [0.5, 0.5]]}, "survival: numbers"),
+        ({"survival": np.ones((8, 3), complex)}, "survival: numbers"),
+        ({"base_tokens": 8.5}, "base_tokens: an integer, got 8.5"),
+        ({"num_bonus": 7.5}, "num_bonus: an integer"),
+        ({"max_tokens": float("inf")}, "max_tokens: an integer"),
     ],
 )
 def test_solve_budget_refusals(call, message):
@@ -285,6 +294,9 @@ def test_solve_budget_refusals(call, message):
         (([0, 2], [1, 2]), "whole sizes above 0"),
         (([1, 2.5], [1, 2]), "whole sizes"),
         (([1, 2], [1]), "as many seconds as sizes"),
+        (([1, 2**63], [1, 2]), "whole sizes"),
+        (([1, 2], ["a", "b"]), "numbers"),
+        (([1, 2], [1j, 2j]), "numbers"),
     ],
 )
 def test_bad_tables_are_refused(table, message):
@@ -292,6 +304,35 @@ def test_bad_tables_are_refused(table, message):
         StepCost(*table)
     with pytest.raises(ValueError, match="StepCost: expected .*" + message.replace("above 0", "above 4")):
         StepCost([4], [1.0], tail=([s + 4 for s in table[0]], table[1]))
+
+
+def test_budgets_are_python_integers_of_any_host_array():
+    cost = StepCost([8, 16, 32], [1.0, 1.1, 1.5])
+    want = solve_budget(np.full((8, 3), 0.5), cost, base_tokens=8)
+    for kind in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        a = torch.full((8, 3), 0.5, dtype=kind, requires_grad=True)
+        for base in (8, np.int32(8), torch.tensor(8)):
+            got = solve_budget(a, cost, base_tokens=base)  # pyright: ignore[reportArgumentType]
+            assert type(got) is int and got == want
+    assert survival(torch.ones(2, 2, dtype=torch.bfloat16))[1] == 0  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("curve", [3, None, [1], [[1], [0.1], [2]]])
+def test_a_curve_is_two_lists(curve):
+    for label in ("draft", "tail"):
+        if curve is not None:
+            with pytest.raises(ValueError, match=rf"StepCost: expected {label}: \(sizes, seconds\)"):
+                StepCost([1, 2], [1, 2], **{label: curve})
+    data = json.loads(StepCost([1, 2], [1, 2]).to_json())
+    for change in ({"draft": 3}, {"sizes": None}, {"seconds": {}}, {"tail": [1]}):
+        with pytest.raises(ValueError, match="StepCost: expected "):
+            StepCost.from_json(json.dumps({**data, **change}))
+    for key in data:
+        with pytest.raises(ValueError, match="StepCost: expected JSON of format"):
+            StepCost.from_json(json.dumps({k: v for k, v in data.items() if k != key}))
+    for text in ("", "{", "[]", "null"):
+        with pytest.raises(ValueError, match="StepCost: expected JSON of format"):
+            StepCost.from_json(text)
 
 
 def test_draft_and_tail_are_checked_too():
@@ -303,6 +344,12 @@ def test_draft_and_tail_are_checked_too():
     assert [cost.draft_seconds(n) for n in (0, 1, 2, 4)] == [0.0, 0.0, 0.5, 0.5]
     with pytest.raises(ValueError, match="at most 4 drafting requests, got 5"):
         cost.draft_seconds(5)
+    for wrong in (-1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="StepCost: expected requests: an integer from 0"):
+            cost.draft_seconds(wrong)  # pyright: ignore[reportArgumentType]
+    assert cost.draft is not None
+    with pytest.raises(ValueError, match="read-only"):
+        cost.draft[1][0] = 1.0
 
 
 def test_cost_is_a_ceiling_on_stairs_and_linear_only_inside_the_tail():
@@ -358,3 +405,35 @@ def test_measure_takes_medians_and_refuses_a_run_of_another_size():
     assert cost.tail is not None and cost.tail[1] == pytest.approx([0.008])
     with pytest.raises(ValueError, match="StepCost: expected a run of 4 tokens, got 8"):
         StepCost.measure(lambda tokens: 8, [4, 8])
+    for change, message in (
+        ({"repeats": 0}, "repeats"),
+        ({"warmup": -1}, "warmup"),
+        ({"sizes": [2.5]}, "a size"),
+    ):
+        with pytest.raises(ValueError, match=f"StepCost: expected {message}: an integer"):
+            StepCost.measure(**{"run": lambda tokens: None, "sizes": [2], **change})
+    assert StepCost.measure(run, iter([1, 2]), timer=lambda: now[0]).sizes.tolist() == [1, 2]  # pyright: ignore
+
+
+def test_a_joint_tier_needs_one_that_holds_every_rank():
+    cost = StepCost([4, 8], [1.0, 1.5])
+    a = np.full((2, 3), 0.5)
+    curve = budget_curve(a, cost, base_tokens=2)
+    for broken in (curve * np.nan, curve + np.inf, np.full(2, -np.inf), np.array([1.0, np.nan])):
+        with pytest.raises(ValueError, match="joint_tier: expected "):
+            joint_tier([curve, broken], cost)
+    for options, message in (
+        ({"base_tokens": 2}, "base_tokens of 2"),
+        ({"base_tokens": [2, 2.5]}, "base_tokens: an integer"),
+        ({"base_tokens": [2, 2], "lo": 1}, "lo of 2 ranks"),
+        ({"base_tokens": [2, 2], "max_tokens": 8}, "max_tokens of 2 ranks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            solve_budget_joint([a, a], cost, **options)  # pyright: ignore[reportArgumentType]
+    for tier in (4.5, None, float("nan")):
+        with pytest.raises(ValueError, match="budget_of_tier: expected tier: an integer"):
+            budget_of_tier(a, cost, tier, base_tokens=2)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        ValueError, match="budget_of_tier: expected num_bonus, lo, hi and weights, got weigths"
+    ):
+        budget_of_tier(a, cost, 4, base_tokens=2, weigths=2)

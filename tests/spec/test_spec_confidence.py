@@ -127,3 +127,92 @@ def test_stale_confidences_are_older_than_their_block_and_belong_to_the_tenant()
         stale.write(2, slots, first, np.zeros((2, 5)))
     with pytest.raises(ValueError, match="block_number >= 0"):
         stale.write(-1, slots, first, np.zeros((2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slots": [-1, 0]}, "slots: .* from 0 to 3"),  # a padding row must not write the last slot
+        ({"slots": [4, 0]}, "slots: .* from 0 to 3"),
+        ({"slots": [1.0, 0.0]}, "slots"),
+        ({"slots": [1]}, "generations: .1. integers"),
+        ({"slots": [1, 1]}, "slots: all different"),
+        ({"generations": [-1, 0]}, "generations"),
+        ({"generations": [0]}, "generations"),
+        ({"block_number": 0.5}, "block_number"),
+        ({"confidence": [[0.5, 0.5]]}, "confidence"),
+        ({"confidence": "high"}, "confidence"),
+    ],
+)
+def test_stale_confidences_refuse_slots_that_are_not_theirs(change, message):
+    stale = StaleConfidence(4, 2)
+    call = {"block_number": 0, "slots": [1, 3], "generations": [0, 0], "confidence": np.full((2, 2), 0.5)}
+    stale.write(**call)
+    with pytest.raises(ValueError, match=f"StaleConfidence: expected {message}"):
+        stale.write(**{**call, **change})
+    if "confidence" not in change and "all different" not in message:
+        call.pop("confidence")
+        with pytest.raises(ValueError, match=f"StaleConfidence: expected {message}"):
+            stale.read(**{**call, "block_number": 1, **change})
+    assert stale.read(1, np.array([1, 3, 0]), np.zeros(3, int)).tolist() == [[0.5, 0.5], [0.5, 0.5], [1, 1]]
+
+
+@pytest.mark.parametrize("prior", [float("nan"), -0.5, 1.5, np.ones(3), "x"])
+def test_a_prior_is_a_probability_a_draft(prior):
+    with pytest.raises(ValueError, match=r"StaleConfidence: expected prior: "):
+        StaleConfidence(4, 2, prior=prior)
+    for size in ((-1, 2), (2.5, 2), (2, 0)):
+        with pytest.raises(ValueError, match=r"StaleConfidence: expected .*: an integer"):
+            StaleConfidence(*size)  # pyright: ignore[reportArgumentType]
+
+
+def test_calibrations_are_plain_numbers_and_refuse_the_rest():
+    same = Calibration(np.array([1.0, 2.0]))  # pyright: ignore[reportArgumentType]
+    assert same == Calibration((1.0, 2.0)) and hash(same) == hash(Calibration((1.0, 2.0)))
+    assert same.apply([[0.0, 0.0]]).tolist() == [[0.5, 0.5]]  # pyright: ignore
+    for wrong in (None, 1.0, "ab", ("a",), ((1.0,),)):
+        with pytest.raises(ValueError, match="Calibration: expected temperatures"):
+            Calibration(wrong)  # pyright: ignore[reportArgumentType]
+        data = {**json.loads(same.to_json()), "temperatures": wrong}
+        with pytest.raises(ValueError, match="Calibration: expected temperatures"):
+            Calibration.from_json(json.dumps(data))
+    data.pop("temperatures")
+    with pytest.raises(ValueError, match="Calibration: expected JSON of format"):
+        Calibration.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"accepted": [0.5, 1]},
+        {"offered": [2]},
+        {"grid": []},
+        {"grid": [0.0]},
+        {"grid": [float("nan")]},
+        {"grid": [[1.0]]},
+        {"logits": "x"},
+    ],
+)
+def test_fit_refuses_what_is_not_a_block(change):
+    call = {"logits": np.zeros((2, 2)), "accepted": [1, 0], **change}
+    with pytest.raises(ValueError, match=f"fit_calibration: expected {next(iter(change))}"):
+        fit_calibration(**call)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "observed", "bins"),
+    [
+        ([0.5, 0.5], [1], 20),
+        ([], [1.0], 20),
+        ([1.5], [1], 20),
+        ([-0.5], [1], 20),
+        ([float("nan")], [1], 20),
+        ([[0.5]], [[1]], 20),
+        ([0.5], [2], 20),
+        ([0.5], [1], 0),
+        ([0.5], [1], 2.5),
+    ],
+)
+def test_calibration_error_refuses_what_is_not_a_probability(predicted, observed, bins):
+    with pytest.raises(ValueError, match="expected_calibration_error: expected "):
+        expected_calibration_error(predicted, observed, bins=bins)

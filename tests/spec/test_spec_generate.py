@@ -405,6 +405,42 @@ def test_callers_mistakes_are_named() -> None:
         call(mode="other")
     with pytest.raises(ValueError, match=r"expected pinned: \[2\], got"):
         call(pinned=[True])
+    options: Any
+    for options, message in (
+        ({"max_new_tokens": 2.5}, "max_new_tokens: an integer"),
+        ({"max_new_tokens": None}, "max_new_tokens: an integer"),
+        ({"temperature": float("nan")}, "temperature: finite numbers"),
+        ({"temperature": float("inf")}, "temperature: finite numbers"),
+        ({"temperature": "hot"}, "temperature: "),
+        ({"top_k": [1.5, 2]}, "top_k: an integer"),
+        ({"top_k": [3]}, "top_k: one, or 2, got 1"),
+        ({"top_p": [float("nan"), 1.0]}, "top_p: finite numbers"),
+        ({"bitmask": torch.ones(1, 1, dtype=torch.int32)}, r"bitmask: \[2, \*\] int32"),
+        ({"bitmask": [[-1], [-1]]}, "bitmask: a tensor, a function or None"),
+        ({"bitmask": lambda r, text: None}, r"bitmask of request ann: \[\*\] int32, got None"),
+        ({"stop_ids": 3}, "stop_ids: token ids"),
+        ({"stop_ids": [1.5]}, "stop_ids: token ids"),
+        ({"streams": Streams.of([0], [0])}, "streams of 2 requests"),
+        ({"names": ["ann"]}, r"names: \[2\]"),
+        ({"chunk": 1.5}, "chunk: an integer"),
+        ({"budget": 3}, "budget: a StepCost, a function or None, got 3"),
+        ({"budget": lambda step, a: None, "drafter": ToyDrafter(target)}, "budget of step 0: an integer"),
+        (
+            {"budget": lambda step, a: float("nan"), "drafter": ToyDrafter(target)},
+            "budget of step 0: an integer",
+        ),
+        ({"starts": ((1, 2), (1.5,))}, "token ids of request bob: an integer"),
+        ({"starts": ((-1, 2), (1,))}, "token ids of request ann: an integer from 0"),
+        ({"starts": (1, 2)}, "token ids of request ann"),
+        ({"drafter": OracleDrafter([[1, 2]], BLOCK, VOCAB)}, "texts of 2 requests, got 1"),
+    ):
+        with pytest.raises(ValueError, match=f": expected {message}"):
+            call(**options)
+    for wrong in ((1, VOCAB), (-1,)):
+        with pytest.raises(
+            ValueError, match=f"OracleDrafter: expected texts: an integer from 0 to {VOCAB - 1}"
+        ):
+            OracleDrafter([wrong], BLOCK, VOCAB)
     with pytest.raises(ValueError, match="expected an empty state"):
         state = ToyState.of(1)
         state.lens.fill_(1)
@@ -509,3 +545,56 @@ def test_tiny_coupled_text_is_the_same() -> None:
         assert plain[:1] == alone
         assert run(3, drafter=model.mtp, budget=schedule([4, 0, 15])) == plain
         assert run(2, drafter=oracle, budget=schedule([7, 2])) == plain[:2]
+
+
+def test_options_of_requests_come_in_any_kind_of_list() -> None:
+    """Arrays and tensors mean what lists mean: a tensor of stop ids must not be a set of objects."""
+    target, starts = ToyTarget(), prompts(2)
+    options: dict[str, Any] = {"max_new_tokens": [9, 7], "temperature": [0.5, 1.0], "top_k": [9, 2**40]}
+    options |= {"top_p": [0.9, 1.0], "stop_ids": [3, 8, 11], "pinned": [True, False]}
+
+    def run(**kinds: Any) -> Generated:
+        drafter = ToyDrafter(target)
+        state = ToyState.of(2)
+        return generate(target, state, kinds.pop("starts", starts), drafter=drafter, **options | kinds)
+
+    want = run()
+    assert any(want.stopped)
+    for kind in (np.array, torch.tensor, tuple):
+        kinds = {label: kind(values) for label, values in options.items()}
+        assert run(**kinds, starts=[kind(start) for start in starts]).tokens == want.tokens
+    for budget in (10**12, -(10**12)):
+        drafter, state = ToyDrafter(target), ToyState.of(2)
+        done = generate(
+            target, state, starts, max_new_tokens=9, drafter=drafter, budget=lambda *_, b=budget: b
+        )
+        assert done.counts.saved_rows == (0 if budget > 0 else done.counts.offered.sum())
+
+
+def check_ends_are_not_read() -> None:
+    """Where this block's drafts end is known from the drafts: the budget's search must not see it."""
+    target = ToyTarget()
+
+    class Ending(ToyDrafter):
+        ends = BLOCK
+
+        def __call__(self, *args: Any, **kwargs: Any) -> DraftBlock:
+            block = super().__call__(*args, **kwargs)
+            tokens = block.tokens.clone()
+            tokens[:, self.ends :] = -1
+            return DraftBlock(tokens, block.logits, block.confidence)
+
+    # One draft does not pay for its bucket, five do: whether it is verified may not depend on the others.
+    cost, seen = StepCost([1, 2, 6], [1.0, 2.1, 2.2]), []
+    for ends in (1, 2, BLOCK):
+        drafter = Ending(target)
+        drafter.ends = ends
+        done = generate(target, ToyState.of(1), [[1, 2]], max_new_tokens=7, drafter=drafter, budget=cost)
+        seen.append(int(done.counts.verified[0] > 0))
+        plain = generate(target, ToyState.of(1), [[1, 2]], max_new_tokens=7)
+        assert done.tokens == plain.tokens
+    assert seen == [1, 1, 1]
+
+
+def test_the_budget_does_not_see_where_the_drafts_end() -> None:
+    check_ends_are_not_read()

@@ -9,7 +9,7 @@ from dsv41_reference import verify as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv41.ops.verify import apply_token_bitmask, sample_tokens
+from dsv41.ops.verify import apply_token_bitmask, sample_tokens, verify_drafts
 
 # Called through Any: the type checker takes an unpacked tuple for all of the remaining arguments.
 random_words: Any = reference.random_words
@@ -189,3 +189,30 @@ def test_sample_tokens_refusals_and_rows_without_a_law():
     with pytest.raises(ValueError, match=r"sample_tokens: expected columns: \[2\] int32\|int64"):
         sample_tokens(logits, **call, columns=torch.ones(3, dtype=torch.int32))
     assert list(sample_tokens(torch.zeros(0, 4), **{k: v[:0] for k, v in call.items()}).shape) == [0]
+
+
+@pytest.mark.parametrize("temperature", [float("nan"), float("inf")])
+def test_a_temperature_that_is_no_number_leaves_no_law(temperature):
+    """Neither may give token 0: NaN compares with nothing, and -inf / inf, of a forbidden token, is NaN."""
+    heat = torch.tensor([temperature, 1.0, 0.0])
+    call: dict[str, Any] = {k: torch.ones(3, dtype=torch.int64) for k in ("seeds", "uids", "positions")}
+    for mask in (None, torch.tensor([[2]] * 3, dtype=torch.int32)):
+        drawn = sample_tokens(torch.zeros(3, 4), temperature=heat, bitmask=mask, **call)
+        assert drawn[0] == -1 and drawn[1] >= 0 and drawn[2] == (0 if mask is None else 1)
+        for mode in ("chain", "block", "coupled"):
+            done = verify_drafts(
+                torch.zeros(3, 4),
+                torch.arange(4, dtype=torch.int32),
+                torch.zeros(3, 1, dtype=torch.int64),
+                temperature=heat,
+                bitmask=mask,
+                mode=mode,
+                **call,
+            )
+            assert done.status.tolist() == [1, 0, 0] and done.tokens[0].tolist() == [-1, -1]
+            assert done.num_emitted.tolist() == [0, 1, 1]
+
+
+def test_bitmask_refuses_rows_that_share_memory():
+    with pytest.raises(ValueError, match="apply_token_bitmask: expected logits: rows of their own"):
+        apply_token_bitmask(torch.zeros(1, 8).expand(2, 8), torch.ones(2, 1, dtype=torch.int32))

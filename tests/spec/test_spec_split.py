@@ -268,3 +268,27 @@ def test_split_budget_refusals():
         split_budget(np.ones((3, 2)), 1.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"split_budget: expected lo: \[3\] integers, got \[2\]"):
         split_budget(np.ones((3, 2)), 1, lo=[1, 1])
+
+
+def test_a_budget_of_any_integer_is_clamped_and_anything_else_refused():
+    c = np.array([[0.9, 0.8], [0.5, 0.4]], np.float32)
+    for budget in (10**30, 2**63, torch.tensor([2**40])):
+        assert split_budget(c, budget).tolist() == [2, 2]
+    assert split_budget(c, -(10**30)).tolist() == [0, 0]
+    assert split_budget(c, 1, rotation=2**70).tolist() == [1, 0]
+    assert split_budget(c, 1, rotation=-1).tolist() == split_budget(c, 1, rotation=1).tolist()
+    ones = np.ones((3, 1))
+    assert split_budget(ones, 1, rotation=-1).tolist() == split_budget(ones, 1, rotation=2).tolist()
+    wrong: Any
+    for wrong in (None, "3", 1.5, [1, 2], object()):
+        with pytest.raises(ValueError, match=r"split_budget: expected budget: \[1\] integers"):
+            split_budget(c, wrong)
+    for label in ("lo", "hi", "rotation"):
+        for wrong in ("x", [2**70, 0], object()):
+            with pytest.raises(ValueError, match=rf"split_budget: expected {label}: \["):
+                split_budget(c, 1, **{label: wrong})
+    for wrong in ("x", [[1.0], [1.0, 0.5]], np.ones((1, 2), complex)):
+        with pytest.raises(ValueError, match="split_budget: expected confidence: numbers"):
+            split_budget(wrong, 1)
+    with pytest.raises(ValueError, match="block at least 1"):
+        split_budget(np.ones((2, 0)), 1)

@@ -293,6 +293,8 @@ def test_rows_without_a_law_are_named_and_never_give_a_token(mode, bad):
         ValueError, match=r"accept: expected at least one finite logit.*row 0 of request beta"
     ):
         accept(*arguments, **call, streams=streams, mode=mode, names=["alpha", "beta", "gamma"])
+    with pytest.raises(ValueError, match=r"accept: expected names: \[3\], got"):
+        accept(*arguments, **call, streams=streams, mode=mode, names=["alpha"])
     unread = accept(*arguments, **call, streams=streams, mode=mode, sync=False)
     assert unread.num_emitted.tolist() == done.num_emitted.tolist()
 
@@ -440,6 +442,20 @@ def test_streams_refuse_what_would_correlate_requests():
         Streams.of([1], [2**48])
     with pytest.raises(ValueError, match="seeds"):
         Streams(torch.zeros(2), torch.zeros(2, dtype=torch.int64))
+    for seeds, uids, message in (
+        ([0.5], [1], "seeds: an integer"),
+        ([2**63], [1], "seeds: an integer from"),
+        ([1], [1.5], "uids: an integer"),
+        ([1], [1, 2], r"uids: \[1\]"),
+    ):
+        with pytest.raises(ValueError, match=f"Streams: expected {message}"):
+            Streams.of(seeds, uids)  # pyright: ignore[reportArgumentType]
+    streams, anchors = Streams.of([0, 0], [1, 2]), torch.zeros(2, dtype=torch.int64)
+    for column in (-1, 256, 1.5):  # 256 would share the noise of 0
+        with pytest.raises(ValueError, match="Streams: expected column: an integer from 0 to 255"):
+            streams.draft(torch.zeros(2, 4), column, anchors, torch.ones(2))  # pyright: ignore
+    with pytest.raises(ValueError, match="Streams: expected mode: one of chain, block, coupled, got couple"):
+        streams.draft(torch.zeros(2, 4), 0, anchors, torch.ones(2), mode="couple")
 
 
 def test_plain_decoding_is_sampling_on_the_emit_stream():

@@ -222,7 +222,7 @@ def verify_drafts(
         cu_logits: [num_requests + 1] int32; a request without rows emits nothing.
         draft_tokens: [num_requests, block] int32 or int64; an id outside the vocabulary ends its request's
             drafts.
-        temperature: [num_requests] f32; <= 0 is greedy, the lowest id on ties.
+        temperature: [num_requests] f32; <= 0 is greedy, the lowest id on ties; NaN and +inf leave no law.
         seeds: [num_requests] int64, the user's seed.
         uids: [num_requests] int64 in [0, 2**48), different for requests that are alive together.
         positions: [num_requests] int64, position of the anchor (the last emitted token).
@@ -344,7 +344,7 @@ def sample_tokens(
 
     Args:
         logits: [num_rows, vocab] float.
-        temperature: [num_rows] f32; <= 0 is greedy, the lowest id on ties.
+        temperature: [num_rows] f32; <= 0 is greedy, the lowest id on ties; NaN and +inf leave no law.
         seeds: [num_rows] int64, the user's seed.
         uids: [num_rows] int64 in [0, 2**48), the request.
         positions: [num_rows] int64 in [0, 2**32).
@@ -415,6 +415,8 @@ def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor) -> torch.Te
     name = "apply_token_bitmask"
     check_tensor(name, "logits", logits, (None, None), *_FLOATS)
     rows, vocab = logits.shape
+    own = rows < 2 or vocab == 0 or logits.stride(0) >= vocab
+    check(own, name, "logits: rows of their own", f"strides {tuple(logits.stride())}")
     check_tensor(name, "bitmask", bitmask, (None, None), torch.int32, like=logits)
     _check_bitmask(name, bitmask, logits, 1 if bitmask.shape[0] == 1 else rows, vocab)
     _BITMASK(logits, bitmask)
