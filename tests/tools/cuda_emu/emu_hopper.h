@@ -1,0 +1,67 @@
+// The functions of hopper.cuh that are instructions of the GPU, by the runtime of the emulator.
+#pragma once
+#include "emu.h"
+
+namespace hopper {
+
+inline uint32_t smem_address(const void* p) { return emu::shared_address(p); }
+inline void barrier_init(uint64_t* bar, uint32_t arrivals) { emu::barrier_init(bar, arrivals); }
+inline void fence_barrier_init() { emu::fence_barrier_init(); }
+inline void barrier_arrive(uint64_t* bar) { emu::barrier_arrive(bar, 1, 0); }
+inline void barrier_expect(uint64_t* bar, uint32_t bytes) { emu::barrier_arrive(bar, 1, bytes); }
+inline void barrier_wait(uint64_t* bar, uint32_t parity) { emu::barrier_wait(bar, parity); }
+inline void barrier_arrive_copies(uint64_t* bar) { emu::barrier_arrive_copies(bar); }
+inline void named_barrier(int id, int threads) { emu::sync_block("named_barrier", id, threads, true); }
+inline void named_barrier_arrive(int id, int threads) { emu::sync_block("named_barrier_arrive", id, threads, false); }
+
+inline void bulk_copy(void* dst, const void* src, uint32_t bytes, uint64_t* bar) { emu::bulk_copy(dst, src, bytes, bar); }
+inline void bulk_copy_once(void* dst, const void* src, uint32_t bytes, uint64_t* bar) { emu::bulk_copy(dst, src, bytes, bar); }
+inline void copy_16(void* dst, const void* src, bool valid) { emu::copy_async(dst, src, 16, valid); }
+inline void copy_commit() { emu::copy_commit(); }
+template <int PENDING>
+inline void copy_wait() { emu::copy_wait(PENDING); }
+inline void fence_async() { emu::fence_async(); }
+
+template <int COUNT>
+inline void registers_grow() { static_assert(COUNT % 8 == 0 && COUNT <= 256); }
+template <int COUNT>
+inline void registers_shrink() { static_assert(COUNT % 8 == 0 && COUNT >= 24); }
+
+inline void wgmma_fence() { emu::wgmma_fence(); }
+inline void wgmma_commit() { emu::wgmma_commit(); }
+template <int PENDING>
+inline void wgmma_wait() { emu::wgmma_wait(PENDING); }
+template <int N>
+inline void keep(float (&)[N]) {}
+
+// Lane l holds row l / 4, columns 2 * (l % 4) + {0, 1} of the matrix and of its transpose.
+inline uint32_t transpose_8x8(uint32_t v) {
+  const int row = emu::lane() / 4, column = 2 * (emu::lane() % 4);
+  const emu::Meeting& m = emu::meet(~0u, "transpose_8x8", v);
+  uint32_t out = 0;
+  for (int i = 0; i < 2; ++i) out |= (m.value[(column + i) * 4 + row / 2] >> 16 * (row & 1) & 0xFFFF) << 16 * i;
+  return out;
+}
+
+inline uint32_t byte_select(uint32_t low, uint32_t high, uint32_t selector) { return __byte_perm(low, high, selector); }
+
+#define RS(name, fp8, transposed)                                                                             \
+  template <int N>                                                                                            \
+  inline void wgmma_##name(float (&d)[N], const uint32_t (&a)[4], uint64_t b, int accumulate) {               \
+    emu::wgmma(d, N, a, 0, b, accumulate, fp8, false, transposed);                                            \
+  }
+#define SS(name, fp8, transposed)                                                                             \
+  template <int N>                                                                                            \
+  inline void wgmma_##name(float (&d)[N], uint64_t a, uint64_t b, int accumulate) {                           \
+    emu::wgmma(d, N, nullptr, a, b, accumulate, fp8, false, transposed);                                      \
+  }
+RS(bf16_rs, false, false)
+RS(bf16_rs_t, false, true)
+RS(e4m3_rs, true, false)
+SS(bf16_ss, false, false)
+SS(bf16_ss_t, false, true)
+SS(e4m3_ss, true, false)
+#undef RS
+#undef SS
+
+}  // namespace hopper
