@@ -39,11 +39,13 @@ __device__ void gemm(const void* a_, const void* b_, float* out, void* shared) {
       }
     wgmma_fence();
     for (int k = 0; k < 4; ++k) {
-      const uint64_t da = tile_descriptor(smem_address(sa) + 32 * k), db = tile_descriptor(smem_address(sb) + 32 * k);
+      const uint64_t da = tile_descriptor(smem_address(sa) + 32 * k);
+      const uint64_t db = tile_descriptor(smem_address(sb) + 32 * k);
+      const int add = step + k > 0;
       if constexpr (FP8) {
-        if constexpr (RS) wgmma_e4m3_rs(d, r[k], db, step + k > 0); else wgmma_e4m3_ss(d, da, db, step + k > 0);
+        if constexpr (RS) wgmma_e4m3_rs(d, r[k], db, add); else wgmma_e4m3_ss(d, da, db, add);
       } else {
-        if constexpr (RS) wgmma_bf16_rs(d, r[k], db, step + k > 0); else wgmma_bf16_ss(d, da, db, step + k > 0);
+        if constexpr (RS) wgmma_bf16_rs(d, r[k], db, add); else wgmma_bf16_ss(d, da, db, add);
       }
     }
     wgmma_commit();
@@ -83,11 +85,19 @@ FAULTS = {
     "missing proxy fence": ("fence_async();", "", "without fence_async"),
     "missing register fence": ("wgmma_fence();", "", "wgmma_fence"),
     "missing barrier": ("    __syncthreads();  // SYNC\n", "", "without a barrier|before wgmma_wait"),
-    "no barrier after the copies": ("fence_async();\n    __syncthreads();", "fence_async();", "without a barrier|in flight|never written"),
+    "no barrier after the copies": (
+        "fence_async();\n    __syncthreads();",
+        "fence_async();",
+        "without a barrier|in flight|never written",
+    ),
     "shared memory too small": ("sb = sa + 64 * 128", "sb = sa + 65 * 128", "which has"),
     "rows past the tensor": ("i < N * 8", "i < N * 8 + 8", "outside global memory|which has"),
-    "unaligned copy": ("step * 128 + i % 8 * 16, true);\n    copy_commit", "step * 128 + i % 8 * 16 + 4, true);\n    copy_commit", "aligned"),
-}  # fmt: skip
+    "unaligned copy": (
+        "% 8 * 16, true);\n    copy_commit",
+        "% 8 * 16 + 4, true);\n    copy_commit",
+        "aligned",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -98,8 +108,13 @@ def test_faults_are_reported(fault: str) -> None:
         run_gemm(GEMM.replace(old, new, 1), rs=False, fp8=False)
 
 
-@pytest.mark.parametrize("old, new", [("tile_descriptor(smem_address(sb) + 32 * k)", "tile_descriptor(smem_address(sb))"),
-                                      ("sb + swizzle_128(i / 8, i % 8)", "sb + i * 16")])  # fmt: skip
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("tile_descriptor(smem_address(sb) + 32 * k)", "tile_descriptor(smem_address(sb))"),
+        ("sb + swizzle_128(i / 8, i % 8)", "sb + i * 16"),
+    ],
+)
 def test_wrong_layouts_change_the_result(old: str, new: str) -> None:
     assert old in GEMM
     got, want = run_gemm(GEMM.replace(old, new, 1), rs=False, fp8=False)
@@ -125,7 +140,8 @@ __device__ void gemm(const void* a_, const void* b_, float* out, void* shared) {
   float d[N / 2];
   wgmma_fence();
   for (int k = 0; k < 4; ++k)
-    wgmma_bf16_ss_t(d, tile_descriptor(smem_address(sa) + 32 * k), tile_descriptor(smem_address(sb) + 2048 * k, 8192, 1024), k > 0);
+    wgmma_bf16_ss_t(d, tile_descriptor(smem_address(sa) + 32 * k),
+                    tile_descriptor(smem_address(sb) + 2048 * k, 8192, 1024), k > 0);
   wgmma_commit();
   wgmma_wait<0>();
   for (int i = 0; i < N / 2; ++i)
@@ -190,13 +206,25 @@ def test_barriers_pass_stages_on() -> None:
 
 PIPELINE_FAULTS = {
     "the consumer does not wait": ("barrier_wait(full + s, parity);", "", "in flight|never written"),
-    "the producer does not wait": ("barrier_wait(empty + s, parity ^ 1);", "", "after a read|in flight|more arrivals"),
-    "the consumer frees too early": ("sum += stage[s * 32 + t];\n      barrier_arrive(empty + s);", "barrier_arrive(empty + s);\n      sum += stage[s * 32 + t];", "after a read|in flight"),
+    "the producer does not wait": (
+        "barrier_wait(empty + s, parity ^ 1);",
+        "",
+        "after a read|in flight|more arrivals",
+    ),
+    "the consumer frees too early": (
+        "sum += stage[s * 32 + t];\n      barrier_arrive(empty + s);",
+        "barrier_arrive(empty + s);\n      sum += stage[s * 32 + t];",
+        "after a read|in flight",
+    ),
     "nobody frees": ("barrier_arrive(empty + s);", "", "deadlock"),
     "too few bytes announced": ("barrier_expect(full + s, 128)", "barrier_expect(full + s, 112)", "deadlock"),
     "no fence of the barriers": ("fence_barrier_init();", "", "fence_barrier_init"),
-    "wrong parity": ("barrier_wait(full + s, parity);", "barrier_wait(full + s, parity ^ 1);", "in flight|never written|deadlock"),
-}  # fmt: skip
+    "wrong parity": (
+        "barrier_wait(full + s, parity);",
+        "barrier_wait(full + s, parity ^ 1);",
+        "in flight|never written|deadlock",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", PIPELINE_FAULTS)

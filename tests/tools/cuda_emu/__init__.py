@@ -1,9 +1,10 @@
 """Runs the CUDA device functions of the library on a CPU: g++ compiles the same text against `emu.h`.
 
-One block at a time; its threads are fibers that switch where CUDA threads may wait. Reported, with the thread and
-the line of source: deadlocks (what every thread waits for), accesses outside shared memory or outside a tensor,
-misaligned ones, reads of shared memory that was never written or that a copy is in flight to, two accesses
-without a barrier between them, operands of wgmma that change before the wait or that no fence made visible.
+One block at a time; its threads are fibers that switch where CUDA threads may wait. Reported, with the thread
+and the line of source: deadlocks (what every thread waits for), accesses outside shared memory or outside a
+tensor, misaligned ones, reads of shared memory that was never written or that a copy is in flight to, two
+accesses without a barrier between them, operands of wgmma that change before the wait or that no fence made
+visible.
 Accumulators are NaN until the wait. It proves numerics, indexing and synchronisation of one block; not speed,
 registers, atomics between blocks, nor that wgmma's own sums round as the tensor cores do.
 """
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).parent
-_FILES = ("runtime.h", "runtime.cpp", "emu.h", "emu_types.h", "emu_hopper.h")
+_FILES = ("runtime.h", "state.h", "wgmma.h", "runtime.cpp", "emu.h", "emu_types.h", "emu_hopper.h")
 _KERNEL_FLAGS = [
     "-std=c++20", "-O1", "-g", "-w", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing",
     "-fsanitize=kernel-address", "--param", "asan-instrumentation-with-call-threshold=0",
@@ -131,8 +132,8 @@ def emulate(
     Args:
         source: CUDA text, as ``device_source(...)`` makes it.
         call: the callee, such as ``"body<64>"``.
-        args: its arguments: CPU tensors (pointer to the first element; changed in place), ints, floats, `SHARED`;
-            None is a null pointer.
+        args: its arguments: CPU tensors (pointer to the first element; changed in place), ints, floats,
+            `SHARED`; None is a null pointer.
         grid, threads: as a CUDA launch; up to three sizes.
         shared_bytes: size of the dynamic shared memory, aligned to 1,024.
         schedules: "late": copies land when nothing else can run, threads and blocks in ascending order;

@@ -1,0 +1,149 @@
+// Hopper's own instructions behind small functions. Kernel sources use these and plain CUDA C++ only, so that
+// tests/tools/cuda_emu can run the same sources on a CPU: with DSV41_EMULATE it supplies this file's functions.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#ifdef DSV41_EMULATE
+#include "emu_hopper.h"
+#else
+namespace hopper {
+
+__device__ __forceinline__ uint32_t smem_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// ---- barriers in shared memory ---------------------------------------------------------------------------
+__device__ __forceinline__ void barrier_init(uint64_t* bar, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(arrivals));
+}
+// Makes barrier_init visible to the copy engine; then __syncthreads().
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint64_t* bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(bar)) : "memory");
+}
+// One arrival that also announces `bytes` of bulk copies.
+__device__ __forceinline__ void barrier_expect(uint64_t* bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(bar)), "r"(bytes)
+               : "memory");
+}
+// Waits until the phase with this parity has completed.
+__device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra ready;\n bra again;\nready:\n}\n" ::"r"(smem_address(bar)),
+      "r"(parity)
+      : "memory");
+}
+// The barrier counts one arrival of this thread once its earlier copy_16 have landed.
+__device__ __forceinline__ void barrier_arrive_copies(uint64_t* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(bar)) : "memory");
+}
+// Barrier `id` (1..15) among `threads` threads of the block.
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- copies ----------------------------------------------------------------------------------------------
+// The copy engine: `bytes` (a multiple of 16) from global to shared memory, counted by `bar`.
+__device__ __forceinline__ void bulk_copy(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          smem_address(dst)),
+      "l"(src), "r"(bytes), "r"(smem_address(bar))
+      : "memory");
+}
+// As bulk_copy, for bytes that nobody reads again: they leave the L2 first.
+__device__ __forceinline__ void bulk_copy_once(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
+  asm volatile(
+      "{\n.reg .b64 policy;\n createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], policy;\n}\n" ::"r"(smem_address(dst)),
+      "l"(src), "r"(bytes), "r"(smem_address(bar))
+      : "memory");
+}
+// 16 bytes, asynchronously; `valid` false writes zeros and reads nothing.
+__device__ __forceinline__ void copy_16(void* dst, const void* src, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(dst)), "l"(src),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+// Ordinary stores of this thread to shared memory become visible to the tensor cores and the copy engine.
+__device__ __forceinline__ void fence_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- registers between warp groups -----------------------------------------------------------------------
+template <int COUNT>
+__device__ __forceinline__ void registers_grow() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void registers_shrink() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// ---- tensor cores ----------------------------------------------------------------------------------------
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// Keeps the compiler from moving uses of an accumulator across a wait.
+template <int N>
+__device__ __forceinline__ void keep(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+// Transposes a warp's 8 x 8 matrix of 16-bit values: lane holds row lane / 4, columns 2 * (lane % 4) + {0, 1}.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t v) {
+  uint32_t out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
+  return out;
+}
+
+// Byte i of the result is byte (selector >> 4 * i & 7) of `high`:`low`; where bit 3 of that selector nibble is set,
+// eight copies of the byte's top bit.
+__device__ __forceinline__ uint32_t byte_select(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selector));
+  return out;
+}
+
+// Instructions go above this line, with a twin in tests/tools/cuda_emu/emu_hopper.h; plain C++ goes below.
+}  // namespace hopper
+#endif  // DSV41_EMULATE
+
+namespace hopper {
+// Descriptor of an operand tile whose rows are 128 bytes, swizzled by 128 bytes in groups of eight rows (1,024
+// bytes, aligned to 1,024). K-major: `leading` is unused; `stride` is the distance of the row groups (1,024).
+// MN-major: `leading` is the distance of the 64-element column tiles, `stride` that of the groups of eight k.
+__device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uint32_t leading = 16,
+                                                    uint32_t stride = 1024) {
+  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>((leading & 0x3FFFF) >> 4) << 16 |
+         static_cast<uint64_t>((stride & 0x3FFFF) >> 4) << 32 | 1ull << 62;
+}
+// Where 16-byte piece `piece` (0..7) of row `row` of such a tile lies.
+__device__ __forceinline__ int swizzle_128(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
+
+// wgmma_<type>_<rs|ss>(accumulators, a, b, accumulate) follow, written out by wgmma_source() for the widths a
+// kernel uses: D[64, N] (+)= A[64, K] B[N, K]^T, K 32 bytes; accumulator i of a thread is row
+// 16 * warp + lane / 4 + 8 * (i / 2 % 2), column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
+}  // namespace hopper
