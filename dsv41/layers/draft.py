@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .._op import check, check_tensor
+from .._op import check, check_tensor, check_values
 from ..cache import PagedKV
 from ..config import V41FlashConfig
 from ..formats import MXFP8
@@ -246,6 +246,7 @@ class Drafter(nn.ModuleList):
         """
         self._check_state("Drafter", state)
         check_tensor("Drafter", "anchors", anchors, (state.num_requests,), torch.int64, like=state.lens)
+        _check_ids("anchors", anchors, self.cfg.vocab_size)
         cfg, block = self.cfg, self.block_size
         with torch.no_grad():
             plan = self.plan(state)
@@ -302,9 +303,18 @@ class Drafter(nn.ModuleList):
             e = last.markov_head.lookup(previous)
             confidence[:, i] = last.confidence_head(hidden[:, i], e)
             s = last.markov_head(logits[:, i], e, hidden[:, i], s)
-            previous = torch.where(anchors >= 0, sample(logits[:, i], i), -1)
+            drawn, label = sample(logits[:, i], i), "what sample returns"
+            check_tensor("Drafter", label, drawn, (len(anchors),), torch.int64, torch.int32, like=anchors)
+            _check_ids(label, drawn, self.cfg.vocab_size)
+            previous = torch.where(anchors >= 0, drawn, -1)
             tokens[:, i] = previous
         return DraftBlock(tokens, logits, confidence)
+
+
+def _check_ids(label: str, ids: torch.Tensor, vocab: int) -> None:
+    """Refuse ids past the vocabulary, on request: looking at them waits for the device."""
+    if check_values() and ids.numel():
+        check(int(ids.max()) < vocab, "Drafter", f"{label} below {vocab}", ids.tolist())
 
 
 def attend_block(attn: Attention, h: torch.Tensor, ring: PagedKV, plan: BlockPlan) -> torch.Tensor:

@@ -348,7 +348,7 @@ def test_no_requests() -> None:
     assert block.tokens.shape == (0, cfg.draft.block_size) and block.confidence.shape == block.tokens.shape
 
 
-def test_callers_mistakes_are_named() -> None:
+def test_callers_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg, mtp = models.config("micro"), drafter("micro")
     state = V41State.allocate(cfg, 2, 16, block=8, drafter=True)
     anchors, inputs, place = torch.zeros(2, dtype=torch.int64), rows("micro", 2), models.positions(0, 2)
@@ -366,6 +366,17 @@ def test_callers_mistakes_are_named() -> None:
         ValueError, match=r"Drafter.write_context: expected cu_seqlens: \[3\] int32, got None"
     ):
         mtp.write_context(inputs, place, state)
+    for drawn in (None, anchors[:1], anchors.float(), anchors[:, None]):
+        with pytest.raises(
+            ValueError, match=r"Drafter: expected what sample returns: \[2\] int64\|int32, got"
+        ):
+            mtp(anchors, state, lambda z, column, drawn=drawn: drawn)  # pyright: ignore
+    monkeypatch.setenv("DSV41_CHECK", "1")
+    vocab = cfg.vocab_size  # a row past the table: on a device it would be read from anywhere
+    with pytest.raises(ValueError, match=rf"Drafter: expected anchors below {vocab}"):
+        mtp(anchors + vocab, state)
+    with pytest.raises(ValueError, match=rf"Drafter: expected what sample returns below {vocab}"):
+        mtp(anchors, state, lambda z, column: anchors + vocab)
     with pytest.raises(ValueError, match="MarkovHead: expected kind: one of vanilla, gated, rnn, got other"):
         MarkovHead(8, 8, 8, "other")
 

@@ -250,6 +250,7 @@ def test_survivals_of_the_split_are_those_of_numpy_bit_for_bit():
         ({"hi": torch.ones(3)}, "hi: [3] int32|int64, got [3] float32"),
         ({"weights": torch.ones(3, dtype=torch.float64)}, "weights: [3] float32"),
         ({"max_tokens": -1}, "capacities >= 0"),
+        ({"max_logits": 2.5}, "capacities: integers, got (9, 2.5)"),
     ],
 )
 def test_ragged_refusals(change, message):

@@ -140,6 +140,8 @@ def split_budget_ragged(
         max_tokens, max_logits = out.positions.numel(), out.logits_ids.numel()
     max_tokens = rows * (block + 1) if max_tokens is None else max_tokens
     max_logits = rows * (block + 1) if max_logits is None else max_logits
+    counts = all(isinstance(size, int) for size in (max_tokens, max_logits))
+    check(counts, name, "capacities: integers", (max_tokens, max_logits))
     shapes: tuple[tuple[int, torch.dtype], ...] = (
         (rows, torch.int32),
         (rows + 1, torch.int32),
