@@ -73,10 +73,12 @@ def sparse_attn(
     compressed_ids: torch.Tensor | None,
     sink: torch.Tensor | None,
     scale: float,
+    num_splits: int,
     out: torch.Tensor,
     lse: torch.Tensor,
+    scratch: torch.Tensor,
 ) -> None:
-    """Reference of ``dsv41.ops.sparse_attn``."""
+    """Reference of ``dsv41.ops.sparse_attn``; needs no scratch and splits nothing."""
     dim = q.shape[2]
     kv, rows = read_selected(window, window_layout, dim, window_ids)
     if compressed is not None and compressed_ids is not None:

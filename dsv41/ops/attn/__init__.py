@@ -1,3 +1,3 @@
-from .api import sparse_attn
+from .api import sparse_attn, sparse_attn_scratch
 
-__all__ = ["sparse_attn"]
+__all__ = ["sparse_attn", "sparse_attn_scratch"]

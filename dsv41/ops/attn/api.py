@@ -1,16 +1,98 @@
 """Sparse attention over cache records."""
 
+from typing import Any
+
 import torch
 
-from ..._op import Op, check, check_tensor, check_values, output
+from ..._op import Kernel, Op, check, check_tensor, check_values, output
 from ...cache import PagedKV
+
+TILE = 64  # keys, and heads, that a block of the Hopper kernel takes at a time
+BLOCKS = 132  # blocks that the automatic number of splits fills; a constant, so that it needs no device
+
+
+def num_splits_for(num_tokens: int, num_heads: int, window: int, compressed: int) -> int:
+    """Parts into which the keys of a query are split when the caller leaves it open.
+
+    Args:
+        window: slots a row of ``window_ids``.
+        compressed: slots a row of ``compressed_ids``, 0 for none.
+
+    Returns:
+        The fewest parts that give the blocks of a small batch the same tiles each; 1 for larger batches.
+    """
+    tiles = max(1, -(-window // TILE) + -(-compressed // TILE))
+    most = min(tiles, max(1, BLOCKS // max(1, num_tokens * -(-num_heads // TILE))))
+    return -(-tiles // -(-tiles // most))
+
+
+def sparse_attn_scratch(
+    num_tokens: int, num_heads: int, head_dim: int, window: int, compressed: int, num_splits: int | None = None
+) -> int:
+    """Bytes of scratch that ``sparse_attn`` needs on an accelerator, a pure function of the sizes.
+
+    Args:
+        window: slots a row of ``window_ids``.
+        compressed: slots a row of ``compressed_ids``, 0 for none.
+        num_splits: as given to ``sparse_attn``.
+
+    Returns:
+        Bytes: f32 sums, a maximum and a total for every row, head and part; 0 where nothing is split.
+    """
+    if num_splits is None:
+        num_splits = num_splits_for(num_tokens, num_heads, window, compressed)
+    return num_tokens * num_heads * num_splits * (head_dim + 2) * 4 if num_splits > 1 else 0
+
+
+def _aligned(*tensors: torch.Tensor) -> bool:
+    """Whether rows of 16-byte pieces can be read and written: addresses, and strides but the last."""
+    size = [x.element_size() for x in tensors]
+    return all(
+        x.data_ptr() % 16 == 0
+        and all(n < 2 or s * b % 16 == 0 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+        for x, b in zip(tensors, size, strict=True)
+    )
+
+
+def _hopper(
+    q: Any, window: Any, window_layout: Any, window_ids: Any, compressed: Any, compressed_layout: Any,
+    compressed_ids: Any, sink: Any, scale: Any, num_splits: Any, out: Any, lse: Any, scratch: Any,
+) -> str | None:  # fmt: skip
+    if q.shape[2] != 512:
+        return f"head_dim must be 512, got {q.shape[2]}"
+    if q.shape[0] * -(-q.shape[1] // TILE) * num_splits >= 2**31 or q.shape[0] * q.shape[1] >= 2**31:
+        return "fewer than 2^31 rows of heads"
+    if not _aligned(q, out):
+        return f"q and out must start and step in multiples of 16 bytes, got strides {q.stride()}, {out.stride()}"
+    for label, pages, layout in (("window", window, window_layout), ("compressed", compressed, compressed_layout)):
+        if pages is None:
+            continue
+        if layout not in ("mxfp8", "nvfp4", "v4", "bf16"):
+            return f"{label}: records mxfp8, nvfp4, v4 or bf16, got {layout}"
+        if pages.data_ptr() % 16 or (pages.shape[0] > 1 and pages.stride(0) % 16):
+            return f"{label}: pages at multiples of 16 bytes, got a stride of {pages.stride(0)}"
+    return None
+
+
+def _portable(
+    q: Any, window: Any, window_layout: Any, window_ids: Any, compressed: Any, compressed_layout: Any,
+    compressed_ids: Any, sink: Any, scale: Any, num_splits: Any, out: Any, lse: Any, scratch: Any,
+) -> str | None:  # fmt: skip
+    if q.shape[2] > 1024:
+        return f"head_dim at most 1024, got {q.shape[2]}"
+    return None
+
 
 _ATTN = Op(
     "sparse_attn(Tensor q, Tensor window, str window_layout, Tensor window_ids, Tensor? compressed,"
-    " str compressed_layout, Tensor? compressed_ids, Tensor? sink, float scale, Tensor(a!) out,"
-    " Tensor(b!) lse) -> ()",
+    " str compressed_layout, Tensor? compressed_ids, Tensor? sink, float scale, int num_splits,"
+    " Tensor(a!) out, Tensor(b!) lse, Tensor(c!) scratch) -> ()",
     reference="dsv41_reference.attn:sparse_attn",
     package=__package__,
+    kernels=(
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper),
+        Kernel("triton_cuda", "cuda", needs=("triton",), supports=_portable),
+    ),
 )
 
 
@@ -24,7 +106,9 @@ def sparse_attn(
     scale: float,
     sink: torch.Tensor | None = None,
     return_lse: bool = False,
+    num_splits: int | None = None,
     out: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of each query over its window records and its selected compressed records, in one softmax.
 
@@ -43,14 +127,18 @@ def sparse_attn(
         scale: multiplies the scores.
         sink: [num_heads] f32, or None for no sink.
         return_lse: also return the log-sum-exp of the scores, without the sink.
+        num_splits: parts into which the keys of a query are split on an accelerator, at least 1. None takes
+            what fills the device, so that a row's last bits may depend on the batch; with a fixed number
+            they do not.
         out: [num_tokens, num_heads, head_dim] bf16 to write into.
+        scratch: [n] uint8, at least ``sparse_attn_scratch(...)`` bytes; contents need no preparation.
 
     Returns:
         out [num_tokens, num_heads, head_dim] bf16 and lse [num_tokens, num_heads] f32 or None. A row whose
         ids are all -1 is 0 and -inf. A row that reads a non-finite record is NaN, and no other row is.
 
     Contract: no host sync on accelerators; graph-safe; allocates only what is None; the same bits on every
-        run; bytes of records that no id names are not read into any result.
+        run, whatever else is in the batch where ``num_splits`` is given; bytes of records that no id names are not read into any result.
     Reference: dsv41_reference.attn.sparse_attn
     """
     name = "sparse_attn"
@@ -76,8 +164,22 @@ def sparse_attn(
         check_tensor(name, "sink", sink, (heads,), torch.float32, like=q)
     out = output(name, out, tuple(q.shape), torch.bfloat16, q)
     lse = output(name, None, (tokens, heads) if return_lse else (0, 0), torch.float32, q)
-    extra = (None, "", None)
-    if compressed is not None:
-        extra = (compressed.pages, compressed.record.layout, compressed_ids)
-    _ATTN(q, window.pages, window.record.layout, window_ids, *extra, sink, scale, out, lse)
+    extra, far = (None, "", None), 0
+    if compressed is not None and compressed_ids is not None:
+        extra, far = (compressed.pages, compressed.record.layout, compressed_ids), compressed_ids.shape[1]
+    near = window_ids.shape[1]
+    if num_splits is None:
+        num_splits = num_splits_for(tokens, heads, near, far)
+    check(num_splits >= 1, name, "num_splits: at least 1", num_splits)
+    num_splits = min(num_splits, max(1, -(-near // TILE) + -(-far // TILE)))
+    size = sparse_attn_scratch(tokens, heads, q.shape[2], near, far, num_splits)
+    if scratch is None:
+        scratch = q.new_empty(0 if q.device.type == "cpu" else size, dtype=torch.uint8)
+    else:
+        check_tensor(name, "scratch", scratch, (None,), torch.uint8, like=q)
+        check(scratch.numel() >= size, name, f"scratch: at least {size} bytes", scratch)
+        check(scratch.data_ptr() % 16 == 0, name, "scratch: at a multiple of 16 bytes", scratch.data_ptr())
+    _ATTN(
+        q, window.pages, window.record.layout, window_ids, *extra, sink, scale, num_splits, out, lse, scratch
+    )
     return out, lse if return_lse else None

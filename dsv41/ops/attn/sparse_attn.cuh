@@ -1,0 +1,637 @@
+// Sparse attention over cache records: one block attends one query row (up to 64 heads) at a time.
+//
+// Three warp groups. The producer fetches the records of a tile of 64 keys, decodes them to bf16 (exact) and lays
+// them out for the tensor cores. The first consumer makes the scores, the softmax and columns 0..255 of the
+// output; the second takes the weights and makes columns 256..511. A decoded tile is key and value, handed over
+// and given back in halves of 256 columns. Tiles without a key are skipped, but for the last of a row, which
+// ends it.
+namespace sparse_attn {
+using namespace hopper;
+
+constexpr int WIDTH = 512, HEADS = 64, KEYS = 64, HALF = 256, THREADS = 384;
+constexpr int TILE_BYTES = KEYS * WIDTH * 2, COLUMN_BYTES = KEYS * 128, HALF_BYTES = TILE_BYTES / 2;
+
+enum Layout { MXFP8 = 0, NVFP4 = 1, V4 = 2, BF16 = 3 };
+
+// A cache and the selection from it.
+struct Records {
+  const uint8_t* pages;
+  long long page_stride;  // bytes
+  uint32_t page_size, slots;
+  const int* ids;
+  long long ids_stride;  // of a query row
+  int count;
+};
+
+struct Row {  // a tile as the consumers see it
+  unsigned long long keys;
+  int last, unused;
+};
+
+// An argument that is a pointer here and an address in TileLang: tensors may be views of any strides.
+struct Address {
+  const void* at;
+  template <typename P>
+  __device__ __forceinline__ Address(P address) : at((const void*)(address)) {}
+  template <typename T>
+  __device__ __forceinline__ T* as() const { return static_cast<T*>(const_cast<void*>(at)); }
+};
+
+struct Shared {
+  alignas(1024) uint8_t q[TILE_BYTES];
+  uint8_t kv[2][TILE_BYTES];
+  uint4 weights[2][4][128];
+  float2 factors[2][128];
+  Row rows[2][2];
+  int spoiled[4];
+  uint64_t full[2][2], empty[2][2], q_empty, sent[2], taken[2];
+};
+constexpr int SHARED_BYTES = sizeof(Shared);
+
+// ---- decoding --------------------------------------------------------------------------------------------
+// Values are placed into bf16 fields as they are: the exponent is then too small by a constant, which the
+// product puts right. Both products are exact, so is the value.
+constexpr uint32_t TWO_120 = 0x7B807B80u, TWO_126 = 0x7E807E80u, TWO_127 = 0x7F007F00u;
+
+__device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
+  __nv_bfloat162 x, y;
+  memcpy(&x, &a, 4);
+  memcpy(&y, &b, 4);
+  x = __hmul2(x, y);
+  memcpy(&a, &x, 4);
+  return a;
+}
+// Bytes LOW and LOW + 1 of four e4m3 as bf16 pair, times 2^-120.
+template <int LOW>
+__device__ __forceinline__ uint32_t place_e4m3(uint32_t four) {
+  return byte_select(four, 0, LOW ? 0xB3A2 : 0x9180) << 4 & 0x87F087F0u;
+}
+// Byte PAIR of eight e2m1 as bf16 pair, times 2^-126; `low` is the word moved up by one nibble.
+template <int PAIR>
+__device__ __forceinline__ uint32_t place_e2m1(uint32_t low, uint32_t eight) {
+  return byte_select(low, eight, 0xC480 + PAIR * 0x1111) << 2 & 0x81C081C0u;
+}
+__device__ __forceinline__ uint32_t e4m3_nan(uint32_t four) { return (four & 0x7F7F7F7Fu) + 0x01010101u & 0x80808080u; }
+__device__ __forceinline__ uint32_t bf16_infinite(uint32_t two) { return (two & 0x7F807F80u) + 0x00800080u & 0x80008000u; }
+
+// What a thread holds of a record: 32 columns.
+template <int LAYOUT>
+struct Segment {
+  static constexpr int WORDS = LAYOUT == NVFP4 ? 4 : LAYOUT == MXFP8 ? 8 : 16;
+  static constexpr bool AHEAD = WORDS <= 8;  // fits in registers while the tile before it is decoded
+};
+
+__device__ __forceinline__ void read_16(uint32_t* to, const uint8_t* from) {
+  const uint4 v = *reinterpret_cast<const uint4*>(from);
+  to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+}
+
+// Reads segment `segment` (0..15) of the record in `slot`; zeros where `held` is false.
+template <int LAYOUT>
+__device__ __forceinline__ void fetch(uint32_t* words, uint32_t& scale, const Records& from, const uint8_t* page,
+                                      uint32_t at, int segment, bool held) {
+#pragma unroll
+  for (int i = 0; i < Segment<LAYOUT>::WORDS; ++i) words[i] = 0;
+  scale = 0;
+  if (!held) return;
+  if constexpr (LAYOUT == NVFP4) {
+    const uint8_t* record = page + static_cast<size_t>(at) * 288;
+    read_16(words, record + segment * 16);
+    scale = *reinterpret_cast<const uint16_t*>(record + 256 + segment * 2);
+  } else if constexpr (LAYOUT == MXFP8) {
+    const uint8_t* record = page + static_cast<size_t>(at) * 528;
+    read_16(words, record + segment * 32);
+    read_16(words + 4, record + segment * 32 + 16);
+    scale = record[512 + segment];
+  } else if constexpr (LAYOUT == V4) {
+    const uint8_t* record = page + static_cast<size_t>(at) * 576;
+    if (segment < 14) {
+      read_16(words, record + segment * 32);
+      read_16(words + 4, record + segment * 32 + 16);
+      scale = page[static_cast<size_t>(from.page_size) * 576 + at * 8 + segment / 2];
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) read_16(words + 4 * i, record + 448 + (segment - 14) * 64 + 16 * i);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) read_16(words + 4 * i, page + static_cast<size_t>(at) * 1024 + segment * 64 + 16 * i);
+  }
+}
+
+// Stores 8 columns: piece `piece` (0..3) of a segment.
+__device__ __forceinline__ void put(uint8_t* tile, int row, int segment, int piece, uint32_t a, uint32_t b, uint32_t c,
+                                    uint32_t d) {
+  *reinterpret_cast<uint4*>(tile + (segment >> 1) * COLUMN_BYTES + swizzle_128(row, (segment & 1) * 4 + piece)) =
+      make_uint4(a, b, c, d);
+}
+
+__device__ __forceinline__ uint32_t decode_e4m3(uint8_t* tile, int row, int segment, const uint32_t* words, uint32_t code) {
+  // 2^7 of the value, then the rest of its scale; below 2^-119 there is no value to speak of.
+  const uint32_t one = code >= 8 ? code - 7 << 7 : 0, factor = one | one << 16;
+  uint32_t bad = code == 255, infinite = 0;
+#pragma unroll
+  for (int piece = 0; piece < 4; ++piece) {
+    const uint32_t x = words[2 * piece], y = words[2 * piece + 1];
+    const uint32_t a = times(times(place_e4m3<0>(x), TWO_127), factor), b = times(times(place_e4m3<1>(x), TWO_127), factor);
+    const uint32_t c = times(times(place_e4m3<0>(y), TWO_127), factor), d = times(times(place_e4m3<1>(y), TWO_127), factor);
+    bad |= e4m3_nan(x) | e4m3_nan(y);
+    if (code >= 247) infinite |= bf16_infinite(a) | bf16_infinite(b) | bf16_infinite(c) | bf16_infinite(d);
+    put(tile, row, segment, piece, a, b, c, d);
+  }
+  return bad | infinite;
+}
+
+// Decodes a segment into the tile of this half; returns whether anything in it is not finite.
+template <int LAYOUT>
+__device__ __forceinline__ uint32_t decode(uint8_t* tile, int row, int segment, int half, const uint32_t* words,
+                                           uint32_t scale) {
+  if constexpr (LAYOUT == NVFP4) {
+    const uint32_t factors = times(place_e4m3<0>(scale), TWO_126);  // 2^6 of both scales
+#pragma unroll
+    for (int piece = 0; piece < 4; ++piece) {
+      const uint32_t x = words[piece], low = x << 4, factor = byte_select(factors, 0, piece < 2 ? 0x1010 : 0x3232);
+      put(tile, row, segment, piece, times(times(place_e2m1<0>(low, x), TWO_120), factor),
+          times(times(place_e2m1<1>(low, x), TWO_120), factor), times(times(place_e2m1<2>(low, x), TWO_120), factor),
+          times(times(place_e2m1<3>(low, x), TWO_120), factor));
+    }
+    return e4m3_nan(scale);
+  } else if constexpr (LAYOUT == MXFP8) {
+    return decode_e4m3(tile, row, segment, words, scale);
+  } else {
+    if (LAYOUT == V4 && half * 8 + segment < 14) return decode_e4m3(tile, row, segment, words, scale);
+    uint32_t bad = 0;
+#pragma unroll
+    for (int piece = 0; piece < 4; ++piece) {
+      const uint32_t* w = words + 4 * piece;
+      bad |= bf16_infinite(w[0]) | bf16_infinite(w[1]) | bf16_infinite(w[2]) | bf16_infinite(w[3]);
+      put(tile, row, segment, piece, w[0], w[1], w[2], w[3]);
+    }
+    return bad;
+  }
+}
+
+// ---- what a block does in which order --------------------------------------------------------------------
+struct Work {
+  int rows, heads, head_tiles, splits, window_tiles, tiles;
+  __device__ __forceinline__ int items() const { return rows * head_tiles * splits; }
+  __device__ __forceinline__ int row(int item) const { return item / (head_tiles * splits); }
+  __device__ __forceinline__ int head(int item) const { return item / splits % head_tiles * HEADS; }
+  __device__ __forceinline__ int first_tile(int item) const { return item % splits * tiles / splits; }
+  __device__ __forceinline__ int end_tile(int item) const { return (item % splits + 1) * tiles / splits; }
+};
+
+__device__ __forceinline__ void warp_arrive(uint64_t* bar) {
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) barrier_arrive(bar);
+}
+
+// ---- producer --------------------------------------------------------------------------------------------
+template <int WINDOW, int COMPRESSED>
+struct Producer {
+  const Work& work;
+  const Records &window, &compressed;
+  Shared& shared;
+  int lane, warp;
+  // The tile to fetch next.
+  int item, tile, end;
+  int low, high;  // its ids `lane` and `lane + 32`
+  // A thread's segments of the tile, [half][row group][e].
+  static constexpr int words_of(int layout) { return layout == NVFP4 ? 4 : layout == MXFP8 ? 8 : 1; }
+  static constexpr int WORDS = words_of(WINDOW) > words_of(COMPRESSED) ? words_of(WINDOW) : words_of(COMPRESSED);
+  uint32_t words[8][WORDS], scales[8];
+
+  __device__ __forceinline__ void read_ids() {
+    low = high = -1;
+    if (item >= work.items()) return;
+    const bool near = tile < work.window_tiles;
+    const int at = (near ? tile : tile - work.window_tiles) * KEYS + lane;
+    const int* ids = near ? window.ids : compressed.ids;
+    ids += (near ? window.ids_stride : compressed.ids_stride) * work.row(item);
+    const int count = near ? window.count : compressed.count;
+    const uint32_t slots = near ? window.slots : compressed.slots;
+    if (at < count) low = ids[at];
+    if (at + 32 < count) high = ids[at + 32];
+    if (static_cast<uint32_t>(low) >= slots) low = -1;
+    if (static_cast<uint32_t>(high) >= slots) high = -1;
+  }
+  __device__ __forceinline__ void start(int first) {
+    item = first;
+    if (item < work.items()) tile = work.first_tile(item), end = work.end_tile(item);
+    read_ids();
+  }
+  __device__ __forceinline__ void advance() {
+    if (++tile < end)
+      read_ids();
+    else
+      start(item + gridDim.x);
+  }
+  __device__ __forceinline__ unsigned long long keys() const {
+    return __ballot_sync(~0u, low >= 0) | static_cast<unsigned long long>(__ballot_sync(~0u, high >= 0)) << 32;
+  }
+  // The slot of this thread's row in group `group` (0 or 1) of its warp's 16 rows.
+  __device__ __forceinline__ int slot(int group, int low, int high) const {
+    return __shfl_sync(~0u, warp < 2 ? low : high, (warp & 1) * 16 + group * 8 + (lane & 7));
+  }
+  __device__ __forceinline__ int row(int group) const { return warp * 16 + group * 8 + (lane & 7); }
+
+  template <int LAYOUT>
+  __device__ __forceinline__ void fetch_tile(const Records& from) {
+    if constexpr (Segment<LAYOUT>::AHEAD) {
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        const int id = slot(group, low, high);
+        const uint32_t index = id < 0 ? 0 : id, page = index / from.page_size, at = index - page * from.page_size;
+        const uint8_t* base = from.pages + page * from.page_stride;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int half = j >> 1, e = j & 1, to = half * 4 + group * 2 + e;
+          fetch<LAYOUT>(words[to], scales[to], from, base, at, half * 8 + e * 4 + (lane >> 3), id >= 0);
+        }
+      }
+    }
+  }
+  template <int LAYOUT>
+  __device__ __forceinline__ uint32_t decode_half(uint8_t* to, int half, const Records& from, int low, int high) {
+    uint32_t bad = 0;
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      if constexpr (Segment<LAYOUT>::AHEAD) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int at = half * 4 + group * 2 + e;
+          bad |= decode<LAYOUT>(to, row(group), e * 4 + (lane >> 3), half, words[at], scales[at]);
+        }
+      } else {
+        const int id = slot(group, low, high);
+        const uint32_t index = id < 0 ? 0 : id, page = index / from.page_size, at = index - page * from.page_size;
+        const uint8_t* base = from.pages + page * from.page_stride;
+#pragma unroll 1
+        for (int e = 0; e < 2; ++e) {
+          uint32_t direct[Segment<LAYOUT>::WORDS], scale;
+          const int segment = e * 4 + (lane >> 3);
+          fetch<LAYOUT>(direct, scale, from, base, at, half * 8 + segment, id >= 0);
+          bad |= decode<LAYOUT>(to, row(group), segment, half, direct, scale);
+        }
+      }
+    }
+    return bad;
+  }
+
+  __device__ __forceinline__ void copy_q(const uint8_t* q, long long q_row, long long q_head, int of) {
+    const int thread = threadIdx.x & 127;
+    const uint8_t* from = q + work.row(of) * q_row;
+    const int head = work.head(of);
+#pragma unroll 4
+    for (int i = thread; i < HEADS * 64; i += 128) {
+      const int row = i >> 6, piece = i & 63;
+      const bool held = head + row < work.heads;
+      copy_16(shared.q + (piece >> 3) * COLUMN_BYTES + swizzle_128(row, piece & 7),
+              from + (held ? head + row : 0) * q_head + piece * 16, held);
+    }
+  }
+
+  __device__ __forceinline__ void run(const uint8_t* q, long long q_row, long long q_head) {
+    lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+    start(blockIdx.x);
+    int buffer = 0, turn = 0, current = -1, number = 0;  // `number` counts the items of this block
+    while (item < work.items()) {
+      // Here the ids of a tile are in `low` and `high`.
+      unsigned long long held = keys();
+      while (held == 0 && tile + 1 < end) {
+        advance();
+        held = keys();
+      }
+      const bool first = item != current, last = tile + 1 == end, near = tile < work.window_tiles;
+      const int held_low = low, held_high = high, of = item;
+      current = item;
+      if (near)
+        fetch_tile<WINDOW>(window);
+      else
+        fetch_tile<COMPRESSED>(compressed);
+      advance();
+      if (first && ++number == 1) copy_q(q, q_row, q_head, of);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        barrier_wait(&shared.empty[buffer][half], turn ^ 1);
+        uint8_t* to = shared.kv[buffer] + half * HALF_BYTES;
+        const uint32_t bad = near ? decode_half<WINDOW>(to, half, window, held_low, held_high)
+                                  : decode_half<COMPRESSED>(to, half, compressed, held_low, held_high);
+        if (first && half == 0) {
+          if (number > 1) {
+            barrier_wait(&shared.q_empty, number & 1);
+            copy_q(q, q_row, q_head, of);
+          }
+          copy_commit();
+          copy_wait<0>();
+        }
+        if (__any_sync(~0u, bad != 0) && lane == 0) atomicExch(&shared.spoiled[number & 3], number);
+        if (warp == 0 && lane == 0) shared.rows[buffer][half] = {held, last, 0};
+        fence_async();
+        warp_arrive(&shared.full[buffer][half]);
+      }
+      buffer ^= 1, turn ^= buffer == 0;
+    }
+  }
+};
+
+// ---- consumers -------------------------------------------------------------------------------------------
+__device__ __forceinline__ uint32_t pair(float low, float high) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+  uint32_t bits;
+  memcpy(&bits, &v, 4);
+  return bits;
+}
+
+// Adds weights (a thread's A fragments of four k steps) times this half of a tile's values to the output.
+__device__ __forceinline__ void add_values(float (&out)[128], uint32_t (&weights)[4][4], uint32_t tile, bool first) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    wgmma_bf16_rs_t(out, weights[k], tile_descriptor(tile + k * 2048, COLUMN_BYTES, 1024), k > 0 || !first);
+  wgmma_commit();
+  wgmma_wait<0>();
+  keep(out);
+}
+
+__device__ __forceinline__ void scale_rows(float (&out)[128], float2 by) {
+#pragma unroll
+  for (int i = 0; i < 128; ++i) out[i] *= i & 2 ? by.y : by.x;
+}
+
+struct Result {
+  uint8_t* out;
+  long long out_row, out_head;  // bytes
+  float *partial, *partial_sums;
+};
+
+// This thread's part of the output: rows `row` and `row + 8` of the head tile, columns of one half.
+__device__ __forceinline__ void write_out(float (&out)[128], float2 factor, const Work& work, const Result& result,
+                                          int item, int half) {
+  const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 3) * 16 + (lane >> 2), quad = lane & 3;
+  const int head = work.head(item);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int at = head + row + 8 * r;
+    const float by = r ? factor.y : factor.x;
+    if (work.splits > 1) {
+      if (at >= work.heads) continue;
+      const size_t part = static_cast<size_t>(work.row(item) * work.splits + item % work.splits) * work.heads + at;
+      float* to = result.partial + part * WIDTH + half * HALF + 2 * quad;
+#pragma unroll
+      for (int j = 0; j < 32; ++j)
+        *reinterpret_cast<float2*>(to + 8 * j) = make_float2(out[4 * j + 2 * r], out[4 * j + 2 * r + 1]);
+      continue;
+    }
+    uint8_t* to = result.out + work.row(item) * result.out_row + at * result.out_head + half * 512 + quad * 16;
+#pragma unroll
+    for (int j = 0; j < 32; j += 4) {
+      // Four threads hold 16 bytes of four column groups in pieces of 4: each gathers one group.
+      uint32_t a[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = pair(out[4 * (j + i) + 2 * r] * by, out[4 * (j + i) + 2 * r + 1] * by);
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const uint32_t other = __shfl_xor_sync(~0u, lane & 1 ? a[i] : a[i + 1], 1);
+        (lane & 1 ? a[i] : a[i + 1]) = other;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t other = __shfl_xor_sync(~0u, lane & 2 ? a[i] : a[i + 2], 2);
+        (lane & 2 ? a[i] : a[i + 2]) = other;
+      }
+      if (at < work.heads) *reinterpret_cast<uint4*>(to + 16 * j) = make_uint4(a[0], a[1], a[2], a[3]);
+    }
+  }
+}
+
+// Scores, softmax, columns 0..255. The running maximum is a whole power of two above the scores: rescaling by
+// it is exact, and seldom.
+__device__ __forceinline__ void consume_scores(const Work& work, Shared& shared, const Result& result,
+                                               const float* sink, float* lse, float scale) {
+  const int thread = threadIdx.x & 127, lane = threadIdx.x & 31, row = (thread >> 5) * 16 + (lane >> 2);
+  const uint32_t q = smem_address(shared.q);
+  const float scale_2 = scale * 1.44269504088896340736f;
+  float out[128];
+  int buffer = 0, turn = 0, sent = 0, sent_turn = 0, number = 0;
+  for (int item = blockIdx.x; item < work.items(); item += gridDim.x) {
+    ++number;
+    float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+    bool first = true, last;
+    do {
+      const uint32_t tile = smem_address(shared.kv[buffer]);
+      float s[32];
+      barrier_wait(&shared.full[buffer][0], turn);
+      const unsigned long long keys = shared.rows[buffer][0].keys;
+      last = shared.rows[buffer][0].last;
+      wgmma_fence();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (half) barrier_wait(&shared.full[buffer][1], turn);
+#pragma unroll
+        for (int k = half * 16; k < half * 16 + 16; ++k) {
+          const uint32_t at = (k >> 2) * COLUMN_BYTES + (k & 3) * 32;
+          wgmma_bf16_ss(s, tile_descriptor(q + at), tile_descriptor(tile + at), k > 0);
+        }
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      keep(s);
+      if (last) warp_arrive(&shared.q_empty);
+      // Softmax: element i is key 8 * (i / 4) + 2 * (lane % 4) + i % 2 of row (i & 2 ? row + 8 : row).
+      float new_top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+      for (int i = 0; i < 32; ++i) s[i] *= scale_2;
+      if (keys != ~0ull) {
+        const unsigned long long mine = keys >> 2 * (lane & 3);
+#pragma unroll
+        for (int i = 0; i < 32; ++i)
+          if (!(mine >> (8 * (i >> 2) + (i & 1)) & 1)) s[i] = -INFINITY;
+      }
+#pragma unroll
+      for (int i = 0; i < 32; ++i) new_top[i >> 1 & 1] = fmaxf(new_top[i >> 1 & 1], s[i]);
+      float2 rescale;
+      float base[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        new_top[r] = fmaxf(new_top[r], __shfl_xor_sync(~0u, new_top[r], 1));
+        new_top[r] = fmaxf(new_top[r], __shfl_xor_sync(~0u, new_top[r], 2));
+        new_top[r] = fmaxf(top[r], ceilf(new_top[r]));
+        base[r] = new_top[r] == -INFINITY ? 0.f : new_top[r];
+      }
+      rescale.x = exp2f(top[0] - base[0]), rescale.y = exp2f(top[1] - base[1]);
+      top[0] = new_top[0], top[1] = new_top[1];
+      float added[2] = {0, 0};
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        s[i] = exp2f(s[i] - base[i >> 1 & 1]);
+        added[i >> 1 & 1] += s[i];
+      }
+      sum[0] = sum[0] * rescale.x + added[0], sum[1] = sum[1] * rescale.y + added[1];
+      uint32_t weights[4][4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) weights[k][i] = pair(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+      barrier_wait(&shared.taken[sent], sent_turn ^ 1);
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        shared.weights[sent][k][thread] = make_uint4(weights[k][0], weights[k][1], weights[k][2], weights[k][3]);
+      shared.factors[sent][thread] = rescale;
+      warp_arrive(&shared.sent[sent]);
+      sent ^= 1, sent_turn ^= sent == 0;
+      if (!first && __any_sync(~0u, rescale.x != 1 || rescale.y != 1)) scale_rows(out, rescale);
+      add_values(out, weights, tile, first);
+      warp_arrive(&shared.empty[buffer][0]);
+      buffer ^= 1, turn ^= buffer == 0;
+      first = false;
+    } while (!last);
+
+    const bool spoiled = shared.spoiled[number & 3] == number;
+    const int head = work.head(item) + row;
+    float2 factor = make_float2(1.f, 1.f);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
+      sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+      if (spoiled) sum[r] = NAN;
+      const int at = head + 8 * r;
+      const bool mine = at < work.heads && (lane & 3) == 0;
+      if (work.splits > 1) {
+        if (mine) {
+          const size_t part = static_cast<size_t>(work.row(item) * work.splits + item % work.splits) * work.heads + at;
+          result.partial_sums[2 * part] = top[r], result.partial_sums[2 * part + 1] = sum[r];
+        }
+        continue;
+      }
+      const float base = top[r] == -INFINITY ? 0.f : top[r];
+      float total = sum[r];
+      if (sink != nullptr && at < work.heads) total += exp2f(sink[at] * 1.44269504088896340736f - base);
+      (r ? factor.y : factor.x) = total == 0 ? 0.f : 1 / total;
+      if (mine && lse != nullptr)
+        lse[static_cast<size_t>(work.row(item)) * work.heads + at] = logf(sum[r]) + base * 0.69314718055994530942f;
+    }
+    barrier_wait(&shared.taken[sent], sent_turn ^ 1);
+    shared.factors[sent][thread] = factor;
+    warp_arrive(&shared.sent[sent]);
+    sent ^= 1, sent_turn ^= sent == 0;
+    write_out(out, factor, work, result, item, 0);
+  }
+}
+
+// Columns 256..511.
+__device__ __forceinline__ void consume_values(const Work& work, Shared& shared, const Result& result) {
+  const int thread = threadIdx.x & 127;
+  float out[128];
+  int buffer = 0, turn = 0, sent = 0, sent_turn = 0;
+  for (int item = blockIdx.x; item < work.items(); item += gridDim.x) {
+    bool first = true, last;
+    do {
+      const uint32_t tile = smem_address(shared.kv[buffer]) + HALF_BYTES;
+      barrier_wait(&shared.full[buffer][1], turn);
+      last = shared.rows[buffer][1].last;
+      barrier_wait(&shared.sent[sent], sent_turn);
+      uint32_t weights[4][4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint4 v = shared.weights[sent][k][thread];
+        weights[k][0] = v.x, weights[k][1] = v.y, weights[k][2] = v.z, weights[k][3] = v.w;
+      }
+      const float2 rescale = shared.factors[sent][thread];
+      warp_arrive(&shared.taken[sent]);
+      sent ^= 1, sent_turn ^= sent == 0;
+      if (!first && __any_sync(~0u, rescale.x != 1 || rescale.y != 1)) scale_rows(out, rescale);
+      add_values(out, weights, tile, first);
+      warp_arrive(&shared.empty[buffer][1]);
+      buffer ^= 1, turn ^= buffer == 0;
+      first = false;
+    } while (!last);
+    barrier_wait(&shared.sent[sent], sent_turn);
+    const float2 factor = shared.factors[sent][thread];
+    warp_arrive(&shared.taken[sent]);
+    sent ^= 1, sent_turn ^= sent == 0;
+    write_out(out, factor, work, result, item, 1);
+  }
+}
+
+// Strides in elements of their tensors, page strides in bytes. `sink` and `lse` may be null. With splits > 1 the
+// results are parts: [rows, splits, heads, 512] f32 sums, then (power of two of the maximum, sum) pairs.
+template <int WINDOW, int COMPRESSED>
+__device__ __forceinline__ void attend(Address q, long long q_row, long long q_head, int rows, int heads,
+                                       Address window, long long window_stride, int window_page, int window_slots,
+                                       Address window_ids, long long window_ids_stride, int window_count,
+                                       Address compressed, long long compressed_stride, int compressed_page,
+                                       int compressed_slots, Address compressed_ids,
+                                       long long compressed_ids_stride, int compressed_count, Address sink,
+                                       float scale, int splits, Address out, long long out_row, long long out_head,
+                                       Address lse, Address scratch, void* shared_memory) {
+  Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
+  if (threadIdx.x == 0) {
+    for (int b = 0; b < 2; ++b) {
+      for (int half = 0; half < 2; ++half) barrier_init(&shared.full[b][half], 4), barrier_init(&shared.empty[b][half], 4);
+      barrier_init(&shared.sent[b], 4), barrier_init(&shared.taken[b], 4);
+    }
+    barrier_init(&shared.q_empty, 4);
+    for (int i = 0; i < 4; ++i) shared.spoiled[i] = 0;
+    fence_barrier_init();
+  }
+  __syncthreads();
+  const Records near = {window.as<const uint8_t>(), window_stride, static_cast<uint32_t>(window_page),
+                        static_cast<uint32_t>(window_slots), window_ids.as<const int>(), window_ids_stride,
+                        window_count};
+  const Records far = {compressed.as<const uint8_t>(), compressed_stride,
+                       static_cast<uint32_t>(compressed_page), static_cast<uint32_t>(compressed_slots),
+                       compressed_ids.as<const int>(), compressed_ids_stride, compressed_count};
+  Work work;
+  work.rows = rows, work.heads = heads, work.head_tiles = (heads + HEADS - 1) / HEADS, work.splits = splits;
+  work.window_tiles = (window_count + KEYS - 1) / KEYS;
+  work.tiles = work.window_tiles + (compressed_count + KEYS - 1) / KEYS;
+  if (work.tiles == 0) work.tiles = 1;
+  Result result;
+  result.out = out.as<uint8_t>(), result.out_row = out_row * 2, result.out_head = out_head * 2;
+  result.partial = scratch.as<float>();
+  result.partial_sums = result.partial + static_cast<size_t>(rows) * splits * heads * WIDTH;
+  const int group = threadIdx.x >> 7;
+  if (group == 0) {
+    registers_grow<216>();
+    consume_scores(work, shared, result, sink.as<const float>(), lse.as<float>(), scale);
+  } else if (group == 1) {
+    registers_grow<176>();
+    consume_values(work, shared, result);
+  } else {
+    registers_shrink<120>();
+    Producer<WINDOW, COMPRESSED> producer{work, near, far, shared};
+    producer.run(q.as<const uint8_t>(), q_row * 2, q_head * 2);
+  }
+}
+
+// ---- combination of parts: a block of 128 threads makes one head of one row ------------------------------
+__device__ __forceinline__ void combine(Address scratch, int rows, int heads, int splits, Address sink,
+                                        Address out, long long out_row, long long out_head, Address lse) {
+  const int row = blockIdx.x / heads, head = blockIdx.x % heads;
+  const float* partial = scratch.as<const float>();
+  const float* sums = partial + static_cast<size_t>(rows) * splits * heads * WIDTH;
+  const size_t part = static_cast<size_t>(row) * splits * heads + head;
+  float top = -INFINITY;
+  for (int s = 0; s < splits; ++s) top = fmaxf(top, sums[2 * (part + static_cast<size_t>(s) * heads)]);
+  const float base = top == -INFINITY ? 0.f : top;
+  float4 value = make_float4(0, 0, 0, 0);
+  float sum = 0;
+  for (int s = 0; s < splits; ++s) {
+    const size_t at = part + static_cast<size_t>(s) * heads;
+    const float weight = exp2f(sums[2 * at] - base);
+    const float4 v = *reinterpret_cast<const float4*>(partial + at * WIDTH + threadIdx.x * 4);
+    sum += weight * sums[2 * at + 1];
+    value.x += weight * v.x, value.y += weight * v.y, value.z += weight * v.z, value.w += weight * v.w;
+  }
+  float total = sum;
+  if (sink.at != nullptr) total += exp2f(sink.as<const float>()[head] * 1.44269504088896340736f - base);
+  const float factor = total == 0 ? 0.f : 1 / total;
+  uint2 packed;
+  packed.x = pair(value.x * factor, value.y * factor), packed.y = pair(value.z * factor, value.w * factor);
+  *reinterpret_cast<uint2*>(out.as<uint8_t>() + 2 * (row * out_row + head * out_head) + threadIdx.x * 8) = packed;
+  if (lse.at != nullptr && threadIdx.x == 0)
+    lse.as<float>()[static_cast<size_t>(row) * heads + head] = logf(sum) + base * 0.69314718055994530942f;
+}
+
+}  // namespace sparse_attn
