@@ -39,7 +39,7 @@ def mask_to_ids(mask: torch.Tensor, ids: torch.Tensor) -> None:
     ids[row, rank] = column.to(ids.dtype)
 
 
-def topk(scores: torch.Tensor, lens: torch.Tensor, ids: torch.Tensor) -> None:
+def topk(scores: torch.Tensor, lens: torch.Tensor, ids: torch.Tensor, scratch: torch.Tensor) -> None:
     """Reference of ``dsv41.ops.topk``."""
     visible = torch.arange(scores.shape[1], device=scores.device) < lens[:, None]
     mask_to_ids(topk_mask(torch.where(visible, scores, -torch.inf), ids.shape[1]), ids)
@@ -89,6 +89,7 @@ def index_topk(
     block_size: int,
     ids: torch.Tensor,
     new_candidates: torch.Tensor,
+    scratch: torch.Tensor,
 ) -> None:
     """Reference of ``dsv41.ops.index_topk``."""
     dim, page_size = q.shape[2] * 2, keys.shape[1]

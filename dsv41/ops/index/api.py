@@ -1,12 +1,68 @@
 """Indexer: query preparation and the choice of compressed entries."""
 
+from typing import Any
+
 import torch
 
-from ..._op import Op, check, check_tensor, check_values, output
+from ..._op import Kernel, Op, check, check_tensor, check_values, output
 from ...cache import PagedKV
 from ...formats import MXFP4
 from ..norm_rope.api import check_rope_table
 from ..quant.api import quantised_output
+
+GRID = 264  # blocks of the Hopper kernels, two a multiprocessor; the result does not depend on it
+ROOM, BLOCK_ROOM = 512, 2048  # most entries and blocks that they keep a query
+
+
+def rows_together(num_tokens: int, publish: bool, restrict: bool) -> int:
+    """Queries that share a pass over the keys where they belong to one request. Depends on sizes only."""
+    if restrict or num_tokens <= 128:
+        return 1
+    return 2 if publish else 4
+
+
+def _lists(num_tokens: int, publish: bool) -> int:
+    """Lists in the scratch: two a block and query of a group."""
+    together = rows_together(num_tokens, publish, False)
+    return 2 * together * GRID // (1 if together == 1 else 2)
+
+
+def topk_scratch(num_rows: int) -> int:
+    """Bytes of scratch that ``topk`` needs on an accelerator: 2.2 MB, whatever the sizes."""
+    return 2 * GRID * (8 * ROOM + 4)
+
+
+def index_topk_scratch(num_tokens: int, num_candidates: int = 0) -> int:
+    """Bytes of scratch that ``index_topk`` needs on an accelerator, a pure function of the sizes.
+
+    4.3 MB at most, 11 MB when blocks are published; the context does not matter.
+    """
+    room = ROOM + (BLOCK_ROOM if num_candidates else 0)
+    return _lists(num_tokens, num_candidates > 0) * (8 * room + 8)
+
+
+def _topk_hopper(scores: Any, lens: Any, ids: Any, *rest: Any) -> str | None:
+    return None if ids.shape[1] <= ROOM else f"k up to {ROOM}, got {ids.shape[1]}"
+
+
+def _hopper(
+    q: Any, q_scale: Any, weights: Any, requests: Any, visible: Any, keys: Any, layout: Any, table: Any,
+    candidates: Any, block_size: Any, ids: Any, blocks: Any, scratch: Any,
+) -> str | None:  # fmt: skip
+    if q.shape[2] != 64 or q.shape[1] > 32:
+        return f"up to 32 heads of width 128, got {q.shape[1]} of {2 * q.shape[2]}"
+    if layout not in ("mxfp4", "fp8"):
+        return f"mxfp4 or fp8 keys, got {layout}"
+    if keys.shape[1] % 4 or keys.stride(0) % 16 or keys.data_ptr() % 16:
+        return f"pages of a multiple of 4 keys, 16 bytes apart, got {keys.shape[1]} and {keys.stride(0)} bytes"
+    if ids.shape[1] > ROOM or blocks.shape[1] > BLOCK_ROOM:
+        return f"top_k up to {ROOM} and num_candidates up to {BLOCK_ROOM}"
+    if candidates is not None or blocks.shape[1]:
+        if block_size not in (4, 8) or keys.shape[1] % block_size:
+            return f"candidate blocks of 4 or 8 within a page, got {block_size} and {keys.shape[1]}"
+    tensors = (q, q_scale, weights, requests, visible, ids, blocks, *(() if candidates is None else (candidates,)))
+    return None if all(x.is_contiguous() for x in tensors) else "contiguous tensors beside keys and page table"
+
 
 _QUERY = Op(
     "index_query(Tensor x, Tensor cos, Tensor sin, Tensor(a!) values, Tensor(b!) scale) -> ()",
@@ -14,16 +70,18 @@ _QUERY = Op(
     package=__package__,
 )
 _TOPK = Op(
-    "topk(Tensor scores, Tensor lens, Tensor(a!) ids) -> ()",
+    "topk(Tensor scores, Tensor lens, Tensor(a!) ids, Tensor(b!) scratch) -> ()",
     reference="dsv41_reference.index:topk",
     package=__package__,
+    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_topk_hopper),),
 )
 _INDEX_TOPK = Op(
     "index_topk(Tensor q, Tensor q_scale, Tensor head_weights, Tensor request_ids, Tensor visible,"
     " Tensor keys, str layout, Tensor page_table, Tensor? candidates, int block_size, Tensor(a!) ids,"
-    " Tensor(b!) new_candidates) -> ()",
+    " Tensor(b!) new_candidates, Tensor(c!) scratch) -> ()",
     reference="dsv41_reference.index:index_topk",
     package=__package__,
+    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper),),
 )
 
 
@@ -54,8 +112,23 @@ def index_query(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, out: M
     return out
 
 
+def _scratch(name: str, scratch: torch.Tensor | None, size: int, like: torch.Tensor) -> torch.Tensor:
+    """The caller's scratch after a check, or a new one; the reference on a CPU needs none."""
+    if scratch is None:
+        return torch.empty(0 if like.device.type == "cpu" else size, dtype=torch.uint8, device=like.device)
+    check_tensor(name, "scratch", scratch, (None,), torch.uint8, like=like)
+    check(scratch.numel() >= size, name, f"scratch: at least {size} bytes", scratch)
+    check(scratch.data_ptr() % 16 == 0, name, "scratch: at a multiple of 16 bytes", scratch.data_ptr())
+    return scratch
+
+
 def topk(
-    scores: torch.Tensor, lens: torch.Tensor, *, k: int, out: torch.Tensor | None = None
+    scores: torch.Tensor,
+    lens: torch.Tensor,
+    *,
+    k: int,
+    out: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The k largest of each row's first ``lens`` scores, as ascending indices.
 
@@ -64,6 +137,7 @@ def topk(
         lens: [num_rows] int32, how many scores of each row count.
         k: indices a row.
         out: [num_rows, k] int32 to write into.
+        scratch: [n] uint8, at least ``topk_scratch(...)`` bytes; contents need no preparation.
 
     Returns:
         [num_rows, k] int32, ascending, padded with -1. Equal scores go to the lower index; NaN and -inf are
@@ -77,7 +151,7 @@ def topk(
     check_tensor("topk", "lens", lens, (scores.shape[0],), torch.int32, like=scores)
     check(k >= 1, "topk", "k: at least 1", k)
     out = output("topk", out, (scores.shape[0], k), torch.int32, scores)
-    _TOPK(scores, lens, out)
+    _TOPK(scores, lens, out, _scratch("topk", scratch, topk_scratch(scores.shape[0]), scores))
     return out
 
 
@@ -94,6 +168,7 @@ def index_topk(
     num_candidates: int = 0,
     block_size: int = 1,
     out: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score every visible entry and keep the best ``top_k`` of each query.
 
@@ -107,12 +182,14 @@ def index_topk(
         keys: PagedKV of index keys.
         page_table: [num_requests, max_pages] int32, pages of each request in order, -1 where none is held.
         top_k: entries a query.
-        candidates: [num_tokens, n] int32, blocks of entries that this selection is restricted to, -1 padded.
+        candidates: [num_tokens, n] int32, blocks of entries that this selection is restricted to, distinct,
+            ascending, -1 padded.
         num_candidates: when positive, also publish each query's best blocks: the largest score of a block
             ranks it, and the block of the query's newest entry is always in. Not restricted by
             ``candidates``.
         block_size: entries a block.
         out: [num_tokens, top_k] int32 to write into.
+        scratch: [n] uint8, at least ``index_topk_scratch(...)`` bytes; contents need no preparation.
 
     Returns:
         ids [num_tokens, top_k] int32 within the request, ascending, -1 padded: all visible entries when there
@@ -153,5 +230,6 @@ def index_topk(
     out = output(name, out, (tokens, top_k), torch.int32, q.values)
     published = output(name, None, (tokens, num_candidates), torch.int32, q.values)
     flat = (*q.flat(), head_weights, request_ids, visible, keys.pages, keys.record.layout, page_table)
-    _INDEX_TOPK(*flat, candidates, block_size, out, published)
+    scratch = _scratch(name, scratch, index_topk_scratch(tokens, num_candidates), q.values)
+    _INDEX_TOPK(*flat, candidates, block_size, out, published, scratch)
     return out, published

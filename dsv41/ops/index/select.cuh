@@ -1,0 +1,247 @@
+// The best k of a stream of scored entries, exactly: a list in shared memory that takes what beats its bar and,
+// when nearly full, is cut to its best. An entry is one 64-bit key, score above index, and keys are distinct, so
+// neither the order of arrival nor the places of the cuts change what is left.
+#pragma once
+#include <cstdint>
+
+namespace choose {
+
+constexpr int kThreads = 256;  // threads that share a list
+constexpr int kBins = 1024;
+constexpr uint64_t kNothing = 0x007FFFFFFFFFFFFFull;  // the bar below every entry: -inf does not pass it
+
+// What cutting needs beside the list.
+struct Work {
+  uint64_t low[8], high[8];
+  uint32_t bins[kBins];
+  int warp_sum[8];
+  int bin, above, inside, kept;
+};
+
+// Floats as integers of the same order; the two zeros are one.
+__device__ __forceinline__ uint32_t ordered(float x) {
+  uint32_t bits = __float_as_uint(x + 0.0f);
+  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+}
+// Larger is better: the score, then the lower index.
+__device__ __forceinline__ uint64_t key_of(uint32_t score, int index) {
+  return static_cast<uint64_t>(score) << 32 | static_cast<uint32_t>(~index);
+}
+__device__ __forceinline__ int index_of(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
+// NaN lies above +inf (or, with a sign, below -inf and so below the bar).
+__device__ __forceinline__ bool passes(uint32_t score, uint64_t key, uint64_t bar) {
+  return score <= 0xFF800000u && key > bar;
+}
+
+__device__ __forceinline__ void sync() { hopper::named_barrier(1, kThreads); }
+
+// Adds the keys of the lanes that pass; `count` is a counter in shared memory, `base` what lies before.
+__device__ __forceinline__ void append(uint64_t* list, int base, int* count, bool pass, uint64_t key, int lane) {
+  uint32_t votes = __ballot_sync(0xFFFFFFFFu, pass);
+  if (votes == 0) return;
+  int first = 0;
+  if (lane == 0) first = atomicAdd(count, __popc(votes));
+  first = __shfl_sync(0xFFFFFFFFu, first, 0);
+  if (pass) list[base + first + __popc(votes & ((1u << lane) - 1))] = key;
+}
+
+// Cuts the list to its best k, up to `slack` more: whatever saves another pass. Returns how many are left; new
+// keys have to beat `bar`. All threads, count > k.
+template <int PER>
+__device__ int cut(uint64_t* list, int count, int k, int slack, Work& work, int tid, uint64_t& bar) {
+  const int warp = tid / 32, lane = tid % 32;
+  uint64_t mine[PER];
+  uint64_t low = ~0ull, high = 0;
+#pragma unroll
+  for (int i = 0; i < PER; ++i) {
+    int at = i * kThreads + tid;
+    mine[i] = at < count ? list[at] : 0;
+    if (mine[i] != 0) {
+      low = mine[i] < low ? mine[i] : low;
+      high = mine[i] > high ? mine[i] : high;
+    }
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    uint64_t a = __shfl_xor_sync(0xFFFFFFFFu, low, step), b = __shfl_xor_sync(0xFFFFFFFFu, high, step);
+    low = a < low ? a : low;
+    high = b > high ? b : high;
+  }
+  if (lane == 0) work.low[warp] = low, work.high[warp] = high;
+  if (tid == 0) work.kept = 0;
+  sync();
+  for (int i = 0; i < 8; ++i) {
+    low = work.low[i] < low ? work.low[i] : low;
+    high = work.high[i] > high ? work.high[i] : high;
+  }
+  int need = k, taken = 0, left = 0;
+  while (true) {
+    int bits = 64 - __clzll(static_cast<long long>(high - low));
+    int shift = bits > 10 ? bits - 10 : 0;
+    for (int i = 0; i < kBins / kThreads; ++i) work.bins[i * kThreads + tid] = 0;
+    sync();
+#pragma unroll
+    for (int i = 0; i < PER; ++i)
+      if (mine[i] >= low && mine[i] <= high) atomicAdd(&work.bins[(mine[i] - low) >> shift], 1u);
+    sync();
+    // Bins from the top; thread t has the four from 1023 - 4 t down.
+    int own[4], sum = 0;
+    for (int i = 0; i < 4; ++i) sum += own[i] = work.bins[kBins - 1 - (4 * tid + i)];
+    int upto = sum;
+    for (int step = 1; step < 32; step *= 2) {
+      int other = __shfl_up_sync(0xFFFFFFFFu, upto, step);
+      if (lane >= step) upto += other;
+    }
+    if (lane == 31) work.warp_sum[warp] = upto;
+    sync();
+    for (int i = 0; i < warp; ++i) upto += work.warp_sum[i];
+    int before = upto - sum;
+    if (before < need && need <= upto) {
+      int i = 0;
+      while (before + own[i] < need) before += own[i++];
+      work.bin = kBins - 1 - (4 * tid + i), work.above = before, work.inside = own[i];
+    }
+    sync();
+    uint64_t edge = low + (static_cast<uint64_t>(work.bin) << shift);
+    left = taken + work.above + work.inside;
+    if (left <= k + slack) {
+      low = edge;
+      break;
+    }
+    taken += work.above, need -= work.above;
+    uint64_t last = edge + ((1ull << shift) - 1);
+    high = last < high ? last : high;
+    low = edge;
+  }
+  bar = low - 1;
+#pragma unroll
+  for (int i = 0; i < PER; ++i) append(list, 0, &work.kept, mine[i] >= low, mine[i], lane);
+  sync();
+  return left;
+}
+
+// Writes the indices of a list of at most `size` keys, ascending, then -1, into out[0, k); the list is spent.
+template <int SIZE>
+__device__ void write_sorted(uint64_t* list, int count, int k, int* out, int tid) {
+  constexpr int PER = SIZE < kThreads ? 1 : SIZE / kThreads;
+  uint32_t* ids = reinterpret_cast<uint32_t*>(list);
+  uint32_t mine[PER];
+#pragma unroll
+  for (int i = 0; i < PER; ++i) {
+    int at = i * kThreads + tid;
+    mine[i] = at < count ? static_cast<uint32_t>(index_of(list[at])) : 0xFFFFFFFFu;
+  }
+  sync();
+#pragma unroll
+  for (int i = 0; i < PER; ++i) ids[i * kThreads + tid] = mine[i];
+  sync();
+  for (int size = 2; size <= SIZE; size *= 2)
+    for (int stride = size / 2; stride > 0; stride /= 2) {
+      for (int pair = tid; pair < SIZE / 2; pair += kThreads) {
+        int a = 2 * stride * (pair / stride) + pair % stride, b = a + stride;
+        uint32_t x = ids[a], y = ids[b];
+        if ((x > y) == ((a & size) == 0)) ids[a] = y, ids[b] = x;
+      }
+      sync();
+    }
+  for (int i = tid; i < k; i += kThreads) out[i] = static_cast<int>(ids[i]);
+  sync();
+}
+
+// How the units of a call (rows, or groups of rows) are shared out: every block gets `each` of the tiles, one
+// unit behind the other, so that one long request keeps all blocks busy. A block has at most two units that it
+// shares with others, the one that it begins in and the one that it ends in: list 2 * block and 2 * block + 1.
+struct Share {
+  int each;    // tiles a block
+  int unit;    // the unit that the block's first tile lies in; -1: the block has no work
+  int offset;  // that tile within the unit
+  int tiles;   // tiles of the unit
+};
+
+// All threads of the block take part, `threads` of them (a multiple of 32, up to 288).
+template <class Tiles>
+__device__ void find_share(const Tiles& tiles_of, int units, int block, int blocks, int least, int* sums,
+                           Share* share, int tid, int threads) {
+  const int warp = tid / 32, lane = tid % 32, warps = threads / 32;
+  int total = 0;
+  for (int u = tid; u < units; u += threads) total += tiles_of(u);
+  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, step);
+  if (lane == 0) sums[warp] = total;
+  if (tid == 0) share->unit = -1;
+  __syncthreads();
+  total = 0;
+  for (int i = 0; i < warps; ++i) total += sums[i];
+  int each = (total + blocks - 1) / blocks;
+  each = each < least ? least : each;
+  const int first = block * each;
+  int running = 0;
+  for (int start = 0; start < units && running <= first && first < total; start += threads) {
+    int u = start + tid, mine = u < units ? tiles_of(u) : 0, upto = mine;
+    for (int step = 1; step < 32; step *= 2) {
+      int other = __shfl_up_sync(0xFFFFFFFFu, upto, step);
+      if (lane >= step) upto += other;
+    }
+    __syncthreads();
+    if (lane == 31) sums[warp] = upto;
+    __syncthreads();
+    upto += running;
+    for (int i = 0; i < warps; ++i) {
+      if (i < warp) upto += sums[i];
+      running += sums[i];
+    }
+    if (upto - mine <= first && first < upto) share->unit = u, share->offset = first - (upto - mine), share->tiles = mine;
+  }
+  if (tid == 0) share->each = each;
+  __syncthreads();
+}
+
+// The two halves of a merge: which lists belong together, and their best. Block `block` looks at the boundary
+// between the blocks `block - 1` and `block`; it merges the unit there if no earlier boundary cuts it.
+struct Merge {
+  int unit;         // -1: nothing to do
+  int first, last;  // blocks that have a part of it
+};
+
+__device__ __forceinline__ Merge find_merge(const Share& share, int block) {
+  Merge merge = {-1, 0, 0};
+  if (share.unit < 0 || share.offset == 0 || share.offset > share.each) return merge;
+  merge.unit = share.unit, merge.first = block - 1;
+  merge.last = block + (share.tiles - share.offset - 1) / share.each;
+  return merge;
+}
+
+// Lists of `width` keys each in device memory to the best k of all of them. `kept` has room for CAP keys.
+template <int CAP>
+__device__ int merge_lists(const uint64_t* lists, const int* counts, int stride, int first, int last, int member,
+                           int members, int width, int k, uint64_t* kept, int* counters, Work& work, int tid) {
+  constexpr int AT_ONCE = 8;  // keys a thread has in flight
+  const int lane = tid % 32, pieces = (last - first + 1) * width;
+  uint64_t bar = kNothing;
+  int base = 0, round = 0;
+  if (tid < 3) counters[tid] = 0;
+  sync();
+  for (int start = 0; start < pieces; start += AT_ONCE * kThreads, ++round) {
+    uint64_t keys[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      int at = start + i * kThreads + tid, block = first + at / width, entry = at % width;
+      keys[i] = 0;
+      if (at < pieces) {
+        int list = (2 * block + (block == first ? 1 : 0)) * members + member;
+        if (entry < counts[list]) keys[i] = lists[static_cast<int64_t>(list) * stride + entry];
+      }
+    }
+    int* count = &counters[round % 3];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) append(kept, base, count, keys[i] > bar, keys[i], lane);
+    sync();
+    base += *count;
+    if (tid == 0) counters[(round + 2) % 3] = 0;
+    if (base > CAP - AT_ONCE * kThreads) base = cut<CAP / kThreads>(kept, base, k, CAP / 16, work, tid, bar);
+  }
+  if (base > k) base = cut<CAP / kThreads>(kept, base, k, 0, work, tid, bar);
+  sync();
+  return base;
+}
+
+}  // namespace choose

@@ -1,0 +1,261 @@
+"""Index scores and the selection on Hopper: one pass over the keys, lists of candidates, and their merge."""
+
+from pathlib import Path
+
+import tilelang.language as T
+import torch
+
+from ..._op import compiled
+from .._tilelang import build, device_source
+from .api import GRID, rows_together
+
+HERE = Path(__file__).parent
+ARCH = "sm_90a"
+FORMATS = {"mxfp4": 0, "fp8": 1}
+HEADS, THREADS, SCAN_THREADS = 32, 256, 288
+
+
+def source(*files: str, widths: tuple[int, ...] = ()) -> str:
+    """The text of a kernel of this family."""
+    paths = [HERE / "select.cuh", *(HERE / file for file in files)]
+    return device_source(*paths, wgmma={"e4m3_rs": widths} if widths else None)
+
+
+def shared_bytes(layout: str, together: int, publish: bool) -> int:
+    """At least `sizeof(Shared)` of index_topk.cuh, which asserts it."""
+    values, stages = (64, 8) if layout == "mxfp4" else (128, 4)
+    queries = together * (HEADS * 128 + 2048 * 8 + HEADS * 4 + 64 + (4096 * 8 if publish else 0))
+    return queries + stages * (64 * values + 64 * 4 + 64 + 16) + 5120
+
+
+def merge_bytes(publish: bool) -> int:
+    """At least `sizeof(MergeShared)` of index_topk.cuh."""
+    return (8192 if publish else 4096) * 8 + 5120
+
+
+def scan_call(layout: str, together: int, publish: bool, restrict: bool, select: bool = True) -> str:
+    """The device function of a scan."""
+    flags = ", ".join(str(flag).lower() for flag in (publish, restrict, select))
+    size = shared_bytes(layout, together, publish)
+    return f"index_topk::scan<{FORMATS[layout]}, {together}, {flags}, {size}>"
+
+
+def merge_call(together: int, publish: bool, restrict: bool) -> str:
+    """The device function of a merge."""
+    flags = ", ".join(str(flag).lower() for flag in (publish, restrict))
+    return f"index_topk::merge<{together}, {flags}, {merge_bytes(publish)}>"
+
+
+@compiled
+def _scan(layout, together, publish, restrict, select, arch):
+    text = source("index_topk.cuh", widths=tuple(sorted({32, 32 * together})))
+    call, size = scan_call(layout, together, publish, restrict, select), shared_bytes(layout, together, publish)
+    per_multiprocessor = 2 if 2 * (size + 1024) <= 228 * 1024 else 1
+    tokens, heads = T.dynamic("tokens"), T.dynamic("heads")
+    q_bytes, requests_dim, width, chosen, k, blocks = (T.dynamic(n) for n in "q r w c k b".split())
+    some, room = T.dynamic("some"), T.dynamic("room")
+
+    @T.prim_func
+    def index_scan(
+        q: T.Tensor((tokens, heads, 64), T.uint8),
+        q_scale: T.Tensor((tokens, heads, 4), T.uint8),
+        weights: T.Tensor((tokens, heads), T.float32),
+        requests: T.Tensor((tokens,), T.int32),
+        visible: T.Tensor((tokens,), T.int32),
+        pages: T.Tensor((some,), T.uint8),
+        table: T.Tensor((q_bytes,), T.int32),
+        candidates: T.Tensor((chosen,), T.int32),
+        ids: T.Tensor((k,), T.int32),
+        new_blocks: T.Tensor((blocks,), T.int32),
+        scratch: T.Tensor((room,), T.uint8),
+        num_requests: T.int32,
+        table_width: T.int32,
+        table_stride: T.int32,
+        page_size: T.int32,
+        num_pages: T.int32,
+        page_stride: T.int64,
+        num_candidates: T.int32,
+        num_blocks: T.int32,
+        block_size: T.int32,
+        top_k: T.int32,
+        grid: T.int32,
+    ):
+        with T.Kernel(grid, threads=SCAN_THREADS) as _:
+            T.import_source(text)
+            T.annotate_min_blocks_per_sm(per_multiprocessor)
+            shared = T.alloc_shared((size,), T.uint8)
+            T.call_extern(
+                "handle", call, q.access_ptr("r"), q_scale.access_ptr("r"), weights.access_ptr("r"),
+                requests.access_ptr("r"), visible.access_ptr("r"), pages.access_ptr("r"), table.access_ptr("r"),
+                candidates.access_ptr("r"), ids.access_ptr("w"), new_blocks.access_ptr("w"),
+                scratch.access_ptr("rw"), tokens, heads, num_requests, table_width, table_stride, page_size,
+                num_pages, page_stride, num_candidates, num_blocks, block_size, top_k, grid,
+                shared.access_ptr("rw"),
+            )  # fmt: skip
+
+    return build(index_scan, arch)
+
+
+@compiled
+def _merge(together, publish, restrict, arch):
+    text = source("index_topk.cuh", widths=tuple(sorted({32, 32 * together})))
+    call, size = merge_call(together, publish, restrict), merge_bytes(publish)
+    tokens, k, blocks, room = (T.dynamic(n) for n in ("tokens", "k", "b", "room"))
+
+    @T.prim_func
+    def index_merge(
+        requests: T.Tensor((tokens,), T.int32),
+        visible: T.Tensor((tokens,), T.int32),
+        ids: T.Tensor((k,), T.int32),
+        new_blocks: T.Tensor((blocks,), T.int32),
+        scratch: T.Tensor((room,), T.uint8),
+        num_requests: T.int32,
+        table_width: T.int32,
+        page_size: T.int32,
+        num_candidates: T.int32,
+        num_blocks: T.int32,
+        block_size: T.int32,
+        top_k: T.int32,
+        grid: T.int32,
+    ):
+        with T.Kernel(grid, together, threads=THREADS) as (_, _member):
+            T.import_source(text)
+            shared = T.alloc_shared((size,), T.uint8)
+            T.call_extern(
+                "handle", call, requests.access_ptr("r"), visible.access_ptr("r"), ids.access_ptr("w"),
+                new_blocks.access_ptr("w"), scratch.access_ptr("rw"), tokens, num_requests, table_width,
+                page_size, num_candidates, num_blocks, block_size, top_k, grid, shared.access_ptr("rw"),
+            )  # fmt: skip
+
+    return build(index_merge, arch)
+
+
+TOPK_BYTES = 4096 * 8 + 5120
+
+
+@compiled
+def _topk_scan(arch):
+    text = source("topk.cuh")
+    rows, some, chosen, room = (T.dynamic(n) for n in ("rows", "some", "chosen", "room"))
+
+    @T.prim_func
+    def topk_scan(
+        scores: T.Tensor((some,), T.float32),
+        lens: T.Tensor((rows,), T.int32),
+        ids: T.Tensor((chosen,), T.int32),
+        scratch: T.Tensor((room,), T.uint8),
+        width: T.int32,
+        stride: T.int64,
+        k: T.int32,
+        grid: T.int32,
+    ):
+        with T.Kernel(grid, threads=THREADS) as _:
+            T.import_source(text)
+            T.annotate_min_blocks_per_sm(2)
+            shared = T.alloc_shared((TOPK_BYTES,), T.uint8)
+            T.call_extern(
+                "handle", f"topk_rows::scan<{TOPK_BYTES}>", scores.access_ptr("r"), lens.access_ptr("r"),
+                ids.access_ptr("w"), scratch.access_ptr("rw"), rows, width, stride, k, grid, shared.access_ptr("rw"),
+            )  # fmt: skip
+
+    return build(topk_scan, arch)
+
+
+@compiled
+def _topk_merge(arch):
+    text = source("topk.cuh")
+    rows, chosen, room = (T.dynamic(n) for n in ("rows", "chosen", "room"))
+
+    @T.prim_func
+    def topk_merge(
+        lens: T.Tensor((rows,), T.int32),
+        ids: T.Tensor((chosen,), T.int32),
+        scratch: T.Tensor((room,), T.uint8),
+        width: T.int32,
+        k: T.int32,
+        grid: T.int32,
+    ):
+        with T.Kernel(grid, threads=THREADS) as _:
+            T.import_source(text)
+            shared = T.alloc_shared((TOPK_BYTES,), T.uint8)
+            T.call_extern(
+                "handle", f"topk_rows::merge<{TOPK_BYTES}>", lens.access_ptr("r"), ids.access_ptr("w"),
+                scratch.access_ptr("rw"), rows, width, k, grid, shared.access_ptr("rw"),
+            )  # fmt: skip
+
+    return build(topk_merge, arch)
+
+
+def variants(cfg):
+    """Every build that a model of this configuration needs."""
+    yield _topk_scan, (ARCH,)
+    yield _topk_merge, (ARCH,)
+    for together, publish, restrict in ((1, False, False), (4, False, False), (1, True, False), (2, True, False),
+                                        (1, False, True)):
+        yield _scan, ("mxfp4", together, publish, restrict, True, ARCH)
+        yield _merge, (together, publish, restrict, ARCH)
+
+
+def _front(x: torch.Tensor) -> torch.Tensor:
+    """The first bytes of a strided tensor: its address, without its shape."""
+    return x.as_strided((min(16, x.numel()),), (1,))
+
+
+def topk(scores, lens, ids, scratch):
+    """Launches for ``dsv41.ops.topk``."""
+    rows, width = scores.shape
+    k = ids.shape[1]
+    if rows == 0:
+        return
+    if width == 0:
+        ids.fill_(-1)
+        return
+    _topk_scan(ARCH)(_front(scores), lens, ids.view(-1), scratch, width, scores.stride(0), k, GRID)
+    _topk_merge(ARCH)(lens, ids.view(-1), scratch, width, k, GRID)
+
+
+def launch(
+    q, q_scale, weights, requests, visible, pages, layout, table, candidates, block_size, ids, blocks, scratch,
+    *, select=True, together=None,
+):  # fmt: skip
+    """One scan and, with ``select``, one merge. Without, ``ids`` is [num_tokens, n] f32 and gets all scores."""
+    tokens, num_blocks = q.shape[0], blocks.shape[1]
+    restrict, publish = candidates is not None, num_blocks > 0
+    together = together or rows_together(tokens, publish, restrict)
+    grid = GRID // (1 if together == 1 else 2)
+    named = candidates.shape[1] if restrict else 0
+    few = (table.shape[0], table.shape[1])
+    flat_ids = ids.view(-1).view(torch.int32)
+    spare = visible
+    flat_blocks = blocks.view(-1) if publish else spare
+    _scan(layout, together, publish, restrict, select, ARCH)(
+        q, q_scale, weights, requests, visible, _front(pages), _front(table),
+        candidates.view(-1) if restrict else spare, flat_ids, flat_blocks, scratch, *few, table.stride(0),
+        pages.shape[1], pages.shape[0], pages.stride(0), named, num_blocks, block_size, ids.shape[1], grid,
+    )  # fmt: skip
+    if select:
+        _merge(together, publish, restrict, ARCH)(
+            requests, visible, flat_ids, flat_blocks, scratch, *few, pages.shape[1], named, num_blocks, block_size,
+            ids.shape[1], grid,
+        )  # fmt: skip
+
+
+def index_topk(
+    q, q_scale, head_weights, request_ids, visible, keys, layout, page_table, candidates, block_size, ids,
+    new_candidates, scratch,
+):  # fmt: skip
+    """Launches for ``dsv41.ops.index_topk``."""
+    if q.shape[0] == 0:
+        return
+    if page_table.numel() == 0 or keys.numel() == 0 or (candidates is not None and candidates.shape[1] == 0):
+        ids.fill_(-1)
+    few = (q, q_scale, head_weights, request_ids, visible, keys, layout, page_table)
+    if page_table.numel() == 0 or keys.numel() == 0:
+        new_candidates.fill_(-1)
+        return
+    if candidates is not None and new_candidates.shape[1]:
+        launch(*few, None, block_size, ids, new_candidates, scratch)
+    if candidates is None:
+        launch(*few, None, block_size, ids, new_candidates, scratch)
+    elif candidates.shape[1]:
+        launch(*few, candidates, block_size, ids, new_candidates[:, :0], scratch)

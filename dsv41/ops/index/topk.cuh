@@ -1,0 +1,113 @@
+// The k best of rows of scores that lie in device memory.
+#pragma once
+#include <cstdint>
+
+namespace topk_rows {
+
+constexpr int kTile = 2048;  // scores that a block looks at in one step: eight a thread
+constexpr int kRoom = 512;
+constexpr int kCap = 4096;
+
+struct Rows {
+  const int* lens;
+  int width;
+  __device__ int length(int u) const { return lens[u] < 0 ? 0 : lens[u] < width ? lens[u] : width; }
+  __device__ int operator()(int u) const {
+    int n = length(u);
+    return n > 0 ? (n + kTile - 1) / kTile : 1;
+  }
+};
+
+struct Shared {
+  uint64_t list[kCap];
+  choose::Work work;
+  choose::Share share;
+  int sums[16], count[3];
+};
+
+// Scores `at` .. `at + 3` of a row; -inf beyond its end.
+__device__ __forceinline__ void load_4(const float* row, int at, int length, bool aligned, float* out) {
+  if (aligned && at + 4 <= length) {
+    const float4 x = *reinterpret_cast<const float4*>(row + at);
+    out[0] = x.x, out[1] = x.y, out[2] = x.z, out[3] = x.w;
+    return;
+  }
+  for (int i = 0; i < 4; ++i) out[i] = at + i < length ? row[at + i] : __uint_as_float(0xFF800000u);
+}
+
+template <int BYTES>
+__device__ void scan(const void* scores_, const void* lens, void* ids_, void* scratch, int rows, int width,
+                     int64_t stride, int k, int grid, void* memory) {
+  static_assert(sizeof(Shared) <= BYTES);
+  const float* scores = static_cast<const float*>(scores_);
+  uint64_t* lists = static_cast<uint64_t*>(scratch);
+  int* counts = reinterpret_cast<int*>(lists + static_cast<int64_t>(2 * grid) * kRoom);
+  Shared& s = *static_cast<Shared*>(memory);
+  const int tid = threadIdx.x, lane = tid % 32, block = blockIdx.x;
+  const Rows units{static_cast<const int*>(lens), width};
+  choose::find_share(units, rows, block, grid, 1, s.sums, &s.share, tid, choose::kThreads);
+  const choose::Share share = s.share;
+  if (share.unit < 0) return;
+  int left = share.each, round = 0;
+  for (int unit = share.unit; left > 0 && unit < rows; ++unit) {
+    const int offset = unit == share.unit ? share.offset : 0;
+    const int tiles = unit == share.unit ? share.tiles : units(unit), length = units.length(unit);
+    const int end = offset + left < tiles ? offset + left : tiles;
+    const float* row = scores + unit * stride;
+    const bool aligned = reinterpret_cast<uintptr_t>(row) % 16 == 0;
+    uint64_t bar = choose::kNothing;
+    int base = 0;
+    choose::sync();
+    if (tid < 3) s.count[tid] = 0;
+    choose::sync();
+    float x[8];
+    for (int half = 0; half < 2; ++half) load_4(row, offset * kTile + half * 1024 + 4 * tid, length, aligned, x + 4 * half);
+    for (int tile = offset; tile < end; ++tile, ++round) {
+      float next[8];
+      if (tile + 1 < end)
+        for (int half = 0; half < 2; ++half)
+          load_4(row, (tile + 1) * kTile + half * 1024 + 4 * tid, length, aligned, next + 4 * half);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const uint32_t order = choose::ordered(x[i]);
+        const uint64_t key = choose::key_of(order, tile * kTile + i / 4 * 1024 + 4 * tid + i % 4);
+        choose::append(s.list, base, &s.count[round % 3], choose::passes(order, key, bar), key, lane);
+      }
+      choose::sync();
+      base += s.count[round % 3];
+      if (tid == 0) s.count[(round + 2) % 3] = 0;
+      if (base > kCap - kTile) base = choose::cut<kCap / 256>(s.list, base, k, 128, s.work, tid, bar);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = next[i];
+    }
+    if (base > k) base = choose::cut<kCap / 256>(s.list, base, k, 0, s.work, tid, bar);
+    if (offset == 0 && end == tiles) {
+      choose::sync();
+      choose::write_sorted<kRoom>(s.list, base, k, static_cast<int*>(ids_) + static_cast<int64_t>(unit) * k, tid);
+    } else {
+      choose::sync();
+      const int list = 2 * block + (offset == 0 ? 1 : 0);
+      for (int i = tid; i < base; i += choose::kThreads) lists[static_cast<int64_t>(list) * kRoom + i] = s.list[i];
+      if (tid == 0) counts[list] = base;
+    }
+    left -= end - offset;
+  }
+}
+
+template <int BYTES>
+__device__ void merge(const void* lens, void* ids, void* scratch, int rows, int width, int k, int grid, void* memory) {
+  static_assert(sizeof(Shared) <= BYTES);
+  const uint64_t* lists = static_cast<const uint64_t*>(scratch);
+  const int* counts = reinterpret_cast<const int*>(lists + static_cast<int64_t>(2 * grid) * kRoom);
+  Shared& s = *static_cast<Shared*>(memory);
+  const int tid = threadIdx.x, block = blockIdx.x;
+  const Rows units{static_cast<const int*>(lens), width};
+  choose::find_share(units, rows, block, grid, 1, s.sums, &s.share, tid, choose::kThreads);
+  const choose::Merge found = choose::find_merge(s.share, block);
+  if (found.unit < 0) return;
+  int count = choose::merge_lists<kCap>(lists, counts, kRoom, found.first, found.last, 0, 1, kRoom, k, s.list,
+                                        s.count, s.work, tid);
+  choose::write_sorted<kRoom>(s.list, count, k, static_cast<int*>(ids) + static_cast<int64_t>(found.unit) * k, tid);
+}
+
+}  // namespace topk_rows
