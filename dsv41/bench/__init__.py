@@ -8,7 +8,9 @@ PARTS = {
     "cpu": "tokens a second of the incremental model on this CPU",
     "budget": "draft budgets against a fixed number of drafts, simulated",
     "replay": "bounded replay: rows, FLOPs and time",
+    "attn": "sparse attention on a GPU, beside FlashMLA",
     "eplb": "expert placements: imbalance, movement and planning time",
+    "index": "index scores and selection on a CUDA device, beside DeepGEMM and torch.topk",
 }
 
 
