@@ -1,27 +1,69 @@
 """The compressor at ratio 2, and the writers of every cache."""
 
+from typing import Any
+
 import torch
 
-from ..._op import Op, check, check_tensor, check_values, output
+from ..._op import Kernel, Op, check, check_tensor, check_values, output
 from ...cache import PagedKV
 from ..norm_rope.api import check_rope_table
+
+
+def _apart(x: Any, *multiples: int) -> bool:
+    """Whether a tensor starts, and its rows lie, at multiples of so many elements."""
+    size = x.element_size()
+    starts = x.data_ptr() % (multiples[0] * size) == 0
+    return starts and all(s % m == 0 for s, m in zip(x.stride()[:-1], multiples, strict=False))
+
+
+def _pairs_hopper(kv_gate: Any, requests: Any, positions: Any, carry: Any, out: Any) -> str | None:
+    if out.shape[1] % 4 or not (_apart(kv_gate, 4) and _apart(carry, 4, 4) and _apart(out, 4)):
+        return "rows of a multiple of 4 channels, 16 bytes apart"
+    return None if requests.is_contiguous() and positions.is_contiguous() else "contiguous request_ids and positions"
+
+
+def _write_hopper(
+    x: Any, weight: Any, eps: Any, cos: Any, sin: Any, slots: Any, rounded: Any, layout: Any, pages: Any
+) -> str | None:
+    dim = x.shape[1]
+    if dim not in (128, 512) or (layout == "v4" and dim != 512) or cos.shape[1] % 4:
+        return f"rows of 128 or 512 values (v4: 512), RoPE on a multiple of 8, got {dim} and {2 * cos.shape[1]}"
+    if not _apart(x, 8) or (weight is not None and weight.data_ptr() % 16):
+        return "rows of x and norm_weight at multiples of 16 bytes"
+    least = 16 if layout == "bf16" else 8
+    within = pages.shape[2] if layout in ("mxfp8", "bf16") else 0
+    if pages.stride(0) % least or pages.data_ptr() % least or within % least:
+        return f"pages {least} bytes apart, got {pages.stride(0)} bytes"
+    return None if slots.is_contiguous() else "contiguous slots"
+
+
+def _copy_hopper(source: Any, source_slots: Any, slots: Any, pages: Any) -> str | None:
+    return None if source_slots.is_contiguous() and slots.is_contiguous() else "contiguous slots"
+
+
+def _kernels(supports: Any) -> tuple[Kernel, ...]:
+    return (Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=supports),)
+
 
 _PAIRS = Op(
     "compress_pairs(Tensor kv_gate, Tensor request_ids, Tensor positions, Tensor(a!) carry,"
     " Tensor(b!) out) -> ()",
     reference="dsv41_reference.compress:compress_pairs",
     package=__package__,
+    kernels=_kernels(_pairs_hopper),
 )
 _WRITE = Op(
     "write_cache(Tensor x, Tensor? norm_weight, float eps, Tensor cos, Tensor sin, Tensor slots,"
     " bool round_rope, str layout, Tensor(a!) pages) -> ()",
     reference="dsv41_reference.cache:write_cache",
     package=__package__,
+    kernels=_kernels(_write_hopper),
 )
 _COPY = Op(
     "copy_records(Tensor source, Tensor source_slots, Tensor slots, Tensor(a!) pages) -> ()",
     reference="dsv41_reference.cache:copy_records",
     package=__package__,
+    kernels=_kernels(_copy_hopper),
 )
 
 
