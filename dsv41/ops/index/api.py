@@ -41,6 +41,12 @@ def index_topk_scratch(num_tokens: int, num_candidates: int = 0) -> int:
     return _lists(num_tokens, num_candidates > 0) * (8 * room + 8)
 
 
+def _query_hopper(x: Any, cos: Any, sin: Any, values: Any, scale: Any) -> str | None:
+    if x.shape[2] % 32 or cos.shape[1] % 4 or x.data_ptr() % 16 or x.stride(0) % 8 or x.stride(1) % 8:
+        return "heads 16 bytes apart, widths a multiple of 32, RoPE on a multiple of 8"
+    return None if values.is_contiguous() and scale.is_contiguous() else "contiguous values and scale"
+
+
 def _topk_hopper(scores: Any, lens: Any, ids: Any, *rest: Any) -> str | None:
     return None if ids.shape[1] <= ROOM else f"k up to {ROOM}, got {ids.shape[1]}"
 
@@ -68,6 +74,7 @@ _QUERY = Op(
     "index_query(Tensor x, Tensor cos, Tensor sin, Tensor(a!) values, Tensor(b!) scale) -> ()",
     reference="dsv41_reference.index:index_query",
     package=__package__,
+    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_query_hopper),),
 )
 _TOPK = Op(
     "topk(Tensor scores, Tensor lens, Tensor(a!) ids, Tensor(b!) scratch) -> ()",

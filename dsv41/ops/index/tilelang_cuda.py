@@ -186,8 +186,40 @@ def _topk_merge(arch):
     return build(topk_merge, arch)
 
 
+@compiled
+def _query(dim, pairs, arch):
+    text = device_source(HERE.parent / "quant" / "quantize.cuh", HERE / "query.cuh")
+    a, b, c, d, e = (T.dynamic(n) for n in "a b c d e".split())
+
+    @T.prim_func
+    def query_rows(
+        x: T.Tensor((a,), T.bfloat16),
+        cos: T.Tensor((b,), T.float32),
+        sin: T.Tensor((c,), T.float32),
+        values: T.Tensor((d,), T.uint8),
+        scale: T.Tensor((e,), T.uint8),
+        x_token: T.int64,
+        x_head: T.int64,
+        cos_stride: T.int64,
+        sin_stride: T.int64,
+        tokens: T.int32,
+        heads: T.int32,
+        blocks: T.int32,
+    ):
+        with T.Kernel(blocks, threads=THREADS) as _:
+            T.import_source(text)
+            T.call_extern(
+                "handle", f"index_query::prepare<{dim}, {pairs}>", x.access_ptr("r"), x_token, x_head,
+                cos.access_ptr("r"), sin.access_ptr("r"), cos_stride, sin_stride, tokens, heads,
+                values.access_ptr("w"), scale.access_ptr("w"),
+            )  # fmt: skip
+
+    return build(query_rows, arch)
+
+
 def variants(cfg):
     """Every build that a model of this configuration needs."""
+    yield _query, (cfg.index_dim, cfg.rope_dim // 2, ARCH)
     yield _topk_scan, (ARCH,)
     yield _topk_merge, (ARCH,)
     for together, publish, restrict in ((1, False, False), (4, False, False), (1, True, False), (2, True, False),
@@ -199,6 +231,18 @@ def variants(cfg):
 def _front(x: torch.Tensor) -> torch.Tensor:
     """The first bytes of a strided tensor: its address, without its shape."""
     return x.as_strided((min(16, x.numel()),), (1,))
+
+
+def index_query(x, cos, sin, values, scale):
+    """Launches for ``dsv41.ops.index_query``."""
+    tokens, heads, dim = x.shape
+    if x.numel() == 0:
+        return
+    blocks = -(-tokens * heads * (dim // 8) // THREADS)
+    _query(dim, cos.shape[1], ARCH)(
+        _front(x), _front(cos), _front(sin), values.view(-1), scale.view(-1), x.stride(0), x.stride(1),
+        cos.stride(0), sin.stride(0), tokens, heads, blocks,
+    )  # fmt: skip
 
 
 def topk(scores, lens, ids, scratch):
