@@ -5,3 +5,10 @@
 # divergence over three texts up to 0.0043 (tiny), 0 (micro); top-1 agreement 0.83 and above.
 MODEL_KL_MEDIAN = 6e-3
 MODEL_TOP1 = 0.8
+
+# Sparse attention against the reference in float64, bf16 outputs (2026-11-30, emulator): weights are rounded
+# relative to a running maximum instead of the final one. Worst of all cases: distance 2.3e-6, error over
+# max(value, row rms) 0.012, log-sum-exp 2e-6 absolute.
+ATTN_DISTANCE = 8e-6
+ATTN_ERROR = 2**-5
+ATTN_LSE = 8e-6

@@ -7,6 +7,7 @@ import sys
 PARTS = {
     "cpu": "tokens a second of the incremental model on this CPU",
     "budget": "draft budgets against a fixed number of drafts, simulated",
+    "moe": "MXFP4 experts of a layer on a CUDA device",
     "replay": "bounded replay: rows, FLOPs and time",
     "attn": "sparse attention on a GPU, beside FlashMLA",
     "eplb": "expert placements: imbalance, movement and planning time",

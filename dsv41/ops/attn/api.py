@@ -27,7 +27,12 @@ def num_splits_for(num_tokens: int, num_heads: int, window: int, compressed: int
 
 
 def sparse_attn_scratch(
-    num_tokens: int, num_heads: int, head_dim: int, window: int, compressed: int, num_splits: int | None = None
+    num_tokens: int,
+    num_heads: int,
+    head_dim: int,
+    window: int,
+    compressed: int,
+    num_splits: int | None = None,
 ) -> int:
     """Bytes of scratch that ``sparse_attn`` needs on an accelerator, a pure function of the sizes.
 
@@ -63,8 +68,12 @@ def _hopper(
     if q.shape[0] * -(-q.shape[1] // TILE) * num_splits >= 2**31 or q.shape[0] * q.shape[1] >= 2**31:
         return "fewer than 2^31 rows of heads"
     if not _aligned(q, out):
-        return f"q and out must start and step in multiples of 16 bytes, got strides {q.stride()}, {out.stride()}"
-    for label, pages, layout in (("window", window, window_layout), ("compressed", compressed, compressed_layout)):
+        strides = f"{q.stride()}, {out.stride()}"
+        return f"q and out must start and step in multiples of 16 bytes, got strides {strides}"
+    for label, pages, layout in (
+        ("window", window, window_layout),
+        ("compressed", compressed, compressed_layout),
+    ):
         if pages is None:
             continue
         if layout not in ("mxfp8", "nvfp4", "v4", "bf16"):
@@ -138,7 +147,8 @@ def sparse_attn(
         ids are all -1 is 0 and -inf. A row that reads a non-finite record is NaN, and no other row is.
 
     Contract: no host sync on accelerators; graph-safe; allocates only what is None; the same bits on every
-        run, whatever else is in the batch where ``num_splits`` is given; bytes of records that no id names are not read into any result.
+        run, whatever else is in the batch where ``num_splits`` is given; bytes of records that no id names
+        are not read into any result.
     Reference: dsv41_reference.attn.sparse_attn
     """
     name = "sparse_attn"

@@ -46,7 +46,7 @@ struct Shared {
   int spoiled[4];
   uint64_t full[2][2], empty[2][2], q_empty, sent[2], taken[2];
 };
-constexpr int SHARED_BYTES = sizeof(Shared);
+static_assert(sizeof(Shared) == 216064, "SHARED_BYTES of tilelang_cuda.py");
 
 // ---- decoding --------------------------------------------------------------------------------------------
 // Values are placed into bf16 fields as they are: the exponent is then too small by a constant, which the
@@ -405,8 +405,8 @@ __device__ __forceinline__ void write_out(float (&out)[128], float2 factor, cons
   }
 }
 
-// Scores, softmax, columns 0..255. The running maximum is a whole power of two above the scores: rescaling by
-// it is exact, and seldom.
+// Scores, softmax, columns 0..255. Weights are rounded to bf16 relative to the running maximum (`top`,
+// its log2), so that a key that outweighs the others is not rounded at all.
 __device__ __forceinline__ void consume_scores(const Work& work, Shared& shared, const Result& result,
                                                const float* sink, float* lse, float scale) {
   const int thread = threadIdx.x & 127, lane = threadIdx.x & 31, row = (thread >> 5) * 16 + (lane >> 2);
@@ -456,7 +456,7 @@ __device__ __forceinline__ void consume_scores(const Work& work, Shared& shared,
       for (int r = 0; r < 2; ++r) {
         new_top[r] = fmaxf(new_top[r], __shfl_xor_sync(~0u, new_top[r], 1));
         new_top[r] = fmaxf(new_top[r], __shfl_xor_sync(~0u, new_top[r], 2));
-        new_top[r] = fmaxf(top[r], ceilf(new_top[r]));
+        new_top[r] = fmaxf(top[r], new_top[r]);
         base[r] = new_top[r] == -INFINITY ? 0.f : new_top[r];
       }
       rescale.x = exp2f(top[0] - base[0]), rescale.y = exp2f(top[1] - base[1]);
@@ -555,7 +555,7 @@ __device__ __forceinline__ void consume_values(const Work& work, Shared& shared,
 }
 
 // Strides in elements of their tensors, page strides in bytes. `sink` and `lse` may be null. With splits > 1 the
-// results are parts: [rows, splits, heads, 512] f32 sums, then (power of two of the maximum, sum) pairs.
+// results are parts: [rows, splits, heads, 512] f32 sums, then (log2 of the maximum, sum) pairs.
 template <int WINDOW, int COMPRESSED>
 __device__ __forceinline__ void attend(Address q, long long q_row, long long q_head, int rows, int heads,
                                        Address window, long long window_stride, int window_page, int window_slots,
