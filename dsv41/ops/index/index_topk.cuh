@@ -311,13 +311,13 @@ __device__ __forceinline__ void tile_scores(const Args& args, Shared<FORMAT, NQ,
   if (entry >= 0) entry += mine % kQuad;
 
   uint32_t a[4][4];
-  bool bad = false;
+  bool bad0 = false, bad1 = false;
   if constexpr (FORMAT == kMXFP4) {
     // A group's power relative to the row's first group; `low` and `high` are its table of magnitudes.
     const int d0 = static_cast<int>(scale0 >> (8 * c) & 255) - static_cast<int>(scale0 & 255);
     const int d1 = static_cast<int>(scale1 >> (8 * c) & 255) - static_cast<int>(scale1 & 255);
-    bad = static_cast<uint32_t>(d0 + 5) > 11 || (scale0 & 255) > 248 || static_cast<uint32_t>(d1 + 5) > 11 ||
-          (scale1 & 255) > 248;
+    bad0 = static_cast<uint32_t>(d0 + 5) > 11 || (scale0 & 255) > 248;
+    bad1 = static_cast<uint32_t>(d1 + 5) > 11 || (scale1 & 255) > 248;
     const uint32_t low0 = 0x3C383000u + d0 * 0x08080800u, high0 = 0x4C484440u + d0 * 0x08080808u;
     const uint32_t low1 = 0x3C383000u + d1 * 0x08080800u, high1 = 0x4C484440u + d1 * 0x08080808u;
 #pragma unroll
@@ -371,20 +371,25 @@ __device__ __forceinline__ void tile_scores(const Args& args, Shared<FORMAT, NQ,
     else out[i] = scaled(sum * __uint_as_float(scale), left_out);
   }
 
+  // A row's form depends on the row and the query alone, so that its score does too.
   bool all = false;
   for (int m = 0; m < COUNT; ++m) all |= s.exponent[first + m] == kPlain;
-  const uint32_t votes = all ? 0xFFFFFFFFu : __ballot_sync(0xFFFFFFFFu, bad);
-  if (votes == 0) return;
+  const uint32_t votes0 = __ballot_sync(~0u, bad0), votes1 = __ballot_sync(~0u, bad1);
+  if (!all && (votes0 | votes1) == 0) return;
   for (int pair = 0; pair < 8; ++pair) {
-    if ((votes >> (4 * pair) & 15) == 0) continue;
+    const bool key0 = votes0 >> (4 * pair) & 15, key1 = votes1 >> (4 * pair) & 15;
+    if (!all && !key0 && !key1) continue;
     for (int m = 0; m < COUNT; ++m) {
       const int t = unit * NQ + first + m;
       if (t >= args.tokens) continue;
-      const float x0 = plain_score<FORMAT>(args, t, k0, scale0, 4 * pair, lane);
-      const float x1 = plain_score<FORMAT>(args, t, k1, scale1, 4 * pair, lane);
+      const bool query = s.exponent[first + m] == kPlain;
+      const bool row0 = query || key0, row1 = query || key1;
+      float x0 = 0.0f, x1 = 0.0f;
+      if (row0) x0 = plain_score<FORMAT>(args, t, k0, scale0, 4 * pair, lane);
+      if (row1) x1 = plain_score<FORMAT>(args, t, k1, scale1, 4 * pair, lane);
 #pragma unroll
       for (int i = 0; i < OUT; ++i)
-        if (lane / 4 == pair && m == i + (COUNT > 1 && c & 2 ? OUT : 0)) out[i] = c & 1 ? x1 : x0;
+        if (lane / 4 == pair && m == i + (COUNT > 1 && c & 2 ? OUT : 0) && (c & 1 ? row1 : row0)) out[i] = c & 1 ? x1 : x0;
     }
   }
 }

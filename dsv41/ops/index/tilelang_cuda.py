@@ -21,6 +21,11 @@ def source(*files: str, widths: tuple[int, ...] = ()) -> str:
     return device_source(*paths, wgmma={"e4m3_rs": widths} if widths else None)
 
 
+def query_source() -> str:
+    """The text of the query kernel."""
+    return device_source(HERE.parent / "quant" / "quantize.cuh", HERE / "query.cuh")
+
+
 def shared_bytes(layout: str, together: int, publish: bool) -> int:
     """At least `sizeof(Shared)` of index_topk.cuh, which asserts it."""
     values, stages = (64, 8) if layout == "mxfp4" else (128, 4)
@@ -188,7 +193,7 @@ def _topk_merge(arch):
 
 @compiled
 def _query(dim, pairs, arch):
-    text = device_source(HERE.parent / "quant" / "quantize.cuh", HERE / "query.cuh")
+    text = query_source()
     a, b, c, d, e = (T.dynamic(n) for n in "a b c d e".split())
 
     @T.prim_func
