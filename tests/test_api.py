@@ -145,6 +145,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "quantize_mxfp8": lambda n: {"x": bf16(n, 64)},
     "quantize_nvfp4": lambda n: {"x": bf16(n, 64)},
     "rms_norm": lambda n: {"x": bf16(n, 8), "weight": bf16(8), "eps": 1e-20},
+    "rms_norm_quantize": lambda n: {"x": bf16(n, 32), "weight": bf16(32), "eps": 1e-20},
     "rope": lambda n: {"x": bf16(n, 2, 16), **rope_pair(n)},
     "sample_tokens": lambda n: {"logits": torch.randn(n, 40), **law(n)},
     "sparse_attn": lambda n: {

@@ -36,6 +36,7 @@ RULES: dict[str, set[str]] = {
     "dsv41.replay": {"torch", "numpy", "dsv41.ops", *LOW},
 }
 KERNEL = re.compile(r"_(cuda|npu)$")
+BUILDER = "dsv41.ops._tilelang"  # compiles for the kernel files, which alone import it
 
 
 def is_typing(node: ast.If) -> bool:
@@ -80,7 +81,7 @@ def test_arrows_point_down(part: str) -> None:
     wrong = [
         f"{module} imports {name}"
         for module in SOURCES
-        if within(module, {part}) and not KERNEL.search(module)
+        if within(module, {part}) and not KERNEL.search(module) and module != BUILDER
         for name, inside in imports(module)
         if name.partition(".")[0] not in sys.stdlib_module_names
         and not within(name, {part, *RULES[part]})
@@ -101,7 +102,7 @@ def test_toolchains_stay_in_kernel_files() -> None:
     for module in SOURCES:
         for name, _ in imports(module):
             assert not KERNEL.search(name) or name not in SOURCES, f"{module} imports {name}"
-            if not KERNEL.search(module):
+            if not KERNEL.search(module) and module != BUILDER:
                 assert name.partition(".")[0] not in TOOLCHAINS, f"{module} imports {name}"
 
 

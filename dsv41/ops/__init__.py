@@ -7,8 +7,8 @@ from .engram import engram_gate, engram_hash, engram_lookup
 from .hyper import mhc_collapse, mhc_expand, mhc_mixes
 from .index import index_query, index_topk, topk
 from .linear import block_linear, grouped_linear, linear
-from .moe import mxfp4_moe
-from .norm_rope import rms_norm, rope
+from .moe import mxfp4_moe, mxfp4_moe_scratch, pack_experts
+from .norm_rope import rms_norm, rms_norm_quantize, rope
 from .quant import quantize_mxfp4, quantize_mxfp8, quantize_nvfp4, swiglu_quantize
 from .route import physical_experts, topk_route
 from .verify import apply_token_bitmask, sample_tokens, split_budget_ragged, verify_drafts
@@ -30,11 +30,14 @@ __all__ = [
     "mhc_expand",
     "mhc_mixes",
     "mxfp4_moe",
+    "mxfp4_moe_scratch",
+    "pack_experts",
     "physical_experts",
     "quantize_mxfp4",
     "quantize_mxfp8",
     "quantize_nvfp4",
     "rms_norm",
+    "rms_norm_quantize",
     "rope",
     "sample_tokens",
     "sparse_attn",

@@ -3,6 +3,7 @@
 import torch
 
 from .numerics import bf16, mean_square, wide
+from .quant import to_mxfp8
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -34,6 +35,24 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
     """Reference of ``dsv41.ops.rms_norm``."""
     out.copy_(bf16(normalise(x, weight, eps)))
+
+
+def rms_norm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    floor: float,
+    norm: torch.Tensor | None,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+) -> None:
+    """Reference of ``dsv41.ops.rms_norm_quantize``."""
+    rounded = bf16(normalise(x, weight, eps))
+    if norm is not None:
+        norm.copy_(rounded)
+    q, code = to_mxfp8(rounded, floor=floor)
+    values.copy_(q)
+    scale.copy_(code)
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool, out: torch.Tensor) -> None:

@@ -1,3 +1,3 @@
-from .api import rms_norm, rope
+from .api import rms_norm, rms_norm_quantize, rope
 
-__all__ = ["rms_norm", "rope"]
+__all__ = ["rms_norm", "rms_norm_quantize", "rope"]

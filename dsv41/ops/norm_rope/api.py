@@ -2,17 +2,57 @@
 
 import torch
 
-from ..._op import Op, check, check_tensor, output
+from ..._op import Kernel, Op, check, check_tensor, output
+from ...formats import MXFP8
+from ..quant.api import quantised_output, unaligned
+
+
+def _rows_fit(x: torch.Tensor, weight: torch.Tensor, eps: float, *outputs: torch.Tensor) -> str | None:
+    if x.shape[1] % 8 or x.shape[1] > 32768:
+        return "dim: no multiple of 8, or above 32,768"
+    return unaligned(x=x, weight=weight, **{f"out {i}": out for i, out in enumerate(outputs)})
+
+
+def _norm_quantize_fits(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    floor: float,
+    norm: torch.Tensor | None,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+) -> str | None:
+    return _rows_fit(x, weight, eps, values, *(() if norm is None else (norm,)))
+
+
+def _rope_fits(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool, out: torch.Tensor
+) -> str | None:
+    if cos.shape[1] % 4 or x.shape[2] % 8:
+        return "dim: no multiple of 8, or rope_dim no multiple of 8"
+    return unaligned(x=x, cos=cos, sin=sin, out=out)
+
 
 _RMS_NORM = Op(
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()",
     reference="dsv41_reference.norm_rope:rms_norm",
     package=__package__,
+    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_rows_fit),),
+)
+_NORM_QUANTIZE = Op(
+    "rms_norm_quantize(Tensor x, Tensor weight, float eps, float floor, Tensor(a!)? norm, Tensor(b!) values,"
+    " Tensor(c!) scale) -> ()",
+    reference="dsv41_reference.norm_rope:rms_norm_quantize",
+    package=__package__,
+    kernels=(
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_norm_quantize_fits),
+    ),
 )
 _ROPE = Op(
     "rope(Tensor x, Tensor cos, Tensor sin, bool inverse, Tensor(a!) out) -> ()",
     reference="dsv41_reference.norm_rope:rope",
     package=__package__,
+    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_rope_fits),),
 )
 
 
@@ -48,6 +88,45 @@ def rms_norm(
     check_tensor("rms_norm", "weight", weight, (x.shape[1],), torch.bfloat16, like=x)
     out = output("rms_norm", out, tuple(x.shape), torch.bfloat16, x)
     _RMS_NORM(x, weight, eps, out)
+    return out
+
+
+def rms_norm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    floor: float = 1e-4,
+    norm: torch.Tensor | None = None,
+    out: MXFP8 | None = None,
+) -> MXFP8:
+    """RMSNorm and the quantisation of its result in one pass over the rows.
+
+        out = quantize_mxfp8(rms_norm(x, weight)), the norm rounded to bf16 in between
+
+    Args:
+        x: [num_tokens, dim] bf16, dim a multiple of 32; rows may be strided.
+        weight: [dim] bf16.
+        eps: added to the mean square (1e-20 in V4.1).
+        floor: smallest block maximum that a scale is chosen for.
+        norm: [num_tokens, dim] bf16 to write the rounded norm into too, or None.
+        out: MXFP8 view to write into: values [num_tokens, dim] e4m3, scale [num_tokens, dim/32] e8m0.
+
+    Returns:
+        MXFP8; ``out`` itself when it was given. No tokens give empty tensors.
+
+    Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run and for every
+        batch a row is in. A NaN spoils its own row only.
+    Reference: dsv41_reference.norm_rope.rms_norm_quantize
+    """
+    name = "rms_norm_quantize"
+    check_tensor(name, "x", x, (None, None), torch.bfloat16)
+    check(x.shape[1] % 32 == 0, name, "x: [num_tokens, dim] with dim a multiple of 32", x)
+    check_tensor(name, "weight", weight, (x.shape[1],), torch.bfloat16, like=x)
+    if norm is not None:
+        check_tensor(name, "norm", norm, tuple(x.shape), torch.bfloat16, like=x)
+    out = quantised_output(name, MXFP8, out, tuple(x.shape), x)
+    _NORM_QUANTIZE(x, weight, eps, floor, norm, *out.flat())
     return out
 
 

@@ -4,31 +4,70 @@ from typing import TypeVar
 
 import torch
 
-from ..._op import Op, check, check_tensor, output
+from ..._op import Kernel, Op, check, check_tensor, output
 from ...formats import E4M3, E8M0, MXFP4, MXFP8, NVFP4
 
 _View = TypeVar("_View", MXFP8, MXFP4, NVFP4)
 
+
+def unaligned(**rows: torch.Tensor) -> str | None:
+    """Why kernels that access 16 bytes (8 or 4 of a result) at a time do not take these rows, or None."""
+    for label, x in rows.items():
+        unit = 16 if x.dtype in (torch.bfloat16, torch.float32) else 8 if x.dtype == E4M3 else 4
+        strides = x.stride()[:-1]
+        if x.data_ptr() % unit or any(s * x.element_size() % unit for s in strides):
+            return f"{label}: start or row stride is no multiple of {unit} bytes"
+        if x.numel() >= 2**31:
+            return f"{label}: 2^31 elements or more"
+    return None
+
+
+def _rows_fit(x: torch.Tensor, floor: float, values: torch.Tensor, scale: torch.Tensor) -> str | None:
+    return "floor: not positive" if floor <= 0 else unaligned(x=x, values=values)
+
+
+def _swiglu_fits(
+    gate_up: torch.Tensor,
+    weight: torch.Tensor | None,
+    limit: float,
+    round_bf16: bool,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+) -> str | None:
+    return unaligned(gate_up=gate_up, values=values)
+
+
+_KERNELS = (
+    Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_rows_fit),
+    Kernel("triton_cuda", "cuda", needs=("triton",)),
+)
 _MXFP8 = Op(
     "quantize_mxfp8(Tensor x, float floor, Tensor(a!) values, Tensor(b!) scale) -> ()",
     reference="dsv41_reference.quant:quantize_mxfp8",
     package=__package__,
+    kernels=_KERNELS,
 )
 _MXFP4 = Op(
     "quantize_mxfp4(Tensor x, float floor, Tensor(a!) values, Tensor(b!) scale) -> ()",
     reference="dsv41_reference.quant:quantize_mxfp4",
     package=__package__,
+    kernels=_KERNELS,
 )
 _NVFP4 = Op(
     "quantize_nvfp4(Tensor x, float floor, Tensor(a!) values, Tensor(b!) scale) -> ()",
     reference="dsv41_reference.quant:quantize_nvfp4",
     package=__package__,
+    kernels=_KERNELS,
 )
 _SWIGLU = Op(
     "swiglu_quantize(Tensor gate_up, Tensor? weight, float limit, bool round_bf16, Tensor(a!) values,"
     " Tensor(b!) scale) -> ()",
     reference="dsv41_reference.quant:swiglu_quantize",
     package=__package__,
+    kernels=(
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_swiglu_fits),
+        Kernel("triton_cuda", "cuda", needs=("triton",)),
+    ),
 )
 
 

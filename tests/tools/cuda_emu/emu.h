@@ -33,6 +33,7 @@ struct Pointer {
   void* p;
   template <class T>
   operator T*() const { return static_cast<T*>(p); }
+  operator int64_t() const { return reinterpret_cast<int64_t>(p); }
 };
 template <class T>
 inline uint64_t pack(T v) {

@@ -264,7 +264,8 @@ void barrier_arrive_copies(uint64_t* bar) {
     for (auto& c : group)
       if (!c->done) a.group.push_back(c);
   for (auto& c : me().open) a.group.push_back(c);
-  for (auto& c : a.group) c->clock = me().clocks[current];
+  for (auto& c : a.group)
+    if (!c->clock) c->clock = me().clocks[current];  // the first arrival behind a copy publishes it
   release(a.clocks);
   b.queue.push_back(a);
 }
