@@ -13,14 +13,13 @@
 namespace index_topk {
 
 constexpr int kHeads = 32;   // fewer are padded with heads of weight 0
-constexpr int kTile = 64;    // keys a tile
+constexpr int kTile = 128;   // keys a tile: two products of 64 rows
 constexpr int kQuad = 4;     // keys that always lie together: the least page and the least candidate block
 constexpr int kThreads = 288;
 constexpr int kGroups = 2;   // of four warps
-constexpr int kBatch = 2;    // tiles a group takes between two looks at the lists
 constexpr int kListRoom = 512;
 constexpr int kBlockRoom = 2048;
-constexpr int kLeast = 16;   // tiles a block at least
+constexpr int kLeast = 8;    // tiles a block at least
 
 enum Format { kMXFP4 = 0, kFP8 = 1 };
 
@@ -46,7 +45,7 @@ struct Args {
 template <int FORMAT, int NQ, bool PUBLISH>
 struct Shared {
   static constexpr int kValues = FORMAT == kMXFP4 ? 64 : 128;
-  static constexpr int kStages = FORMAT == kMXFP4 ? 8 : 4;
+  static constexpr int kStages = FORMAT == kMXFP4 ? 6 : 3;
   static constexpr int kCap = 2048, kBlockCap = 4096;
   uint8_t b[NQ][kHeads * 128];
   uint8_t values[kStages][kTile * kValues];
@@ -60,6 +59,7 @@ struct Shared {
   choose::Share share;
   float weight[NQ][kHeads];
   int sums[16];
+  int top[NQ][kHeads];
   int exponent[NQ];  // of the powers that b and weight leave out; kPlain: b cannot hold the query
   int visible[NQ];
   int count[3][NQ], block_count[3][NQ];
@@ -130,78 +130,99 @@ struct Units {
   }
 };
 
-// Heads of one query as operand B, and what it leaves out. One warp; lane = head.
-template <int FORMAT>
-__device__ void load_query(const Args& args, int t, uint8_t* b, float* weight, int* exponent, int lane) {
-  const bool real = lane < args.heads && t < args.tokens;
-  const int64_t row = real ? static_cast<int64_t>(t) * args.heads + lane : 0;
-  uint4 q[4];
-  uint32_t codes = *reinterpret_cast<const uint32_t*>(args.q_scale + row * 4);
-  int code[4], top = 0, low = 255;
-  bool plain = false;
+// Eight E2M1 codes to E4M3 through a table of the eight magnitudes; the sign comes out inverted. `signs` is four
+// bytes of 0x40.
+__device__ __forceinline__ void decode(uint32_t word, uint32_t low, uint32_t high, uint32_t signs, uint32_t& first,
+                                       uint32_t& second) {
+  const uint32_t upper = word >> 16;
+  first = __byte_perm(low, high, word & 0x7777u) + 2 * hopper::byte_select(signs, signs, word);
+  second = __byte_perm(low, high, upper & 0x7777u) + 2 * hopper::byte_select(signs, signs, upper);
+}
+
+// Heads of the queries of a unit as operand B, and what it leaves out. Eight threads a head, 16 values each.
+template <int FORMAT, int NQ, class S>
+__device__ void load_queries(const Args& args, S& s, int unit, int tid) {
+  const int lane = tid % 32, head = tid / 8, part = tid % 8, group = part / 2;
+  uint2 q[NQ];
+  int code[NQ];
 #pragma unroll
-  for (int g = 0; g < 4; ++g) {
-    q[g] = *reinterpret_cast<const uint4*>(args.q + row * 64 + g * 16);
-    code[g] = codes >> (8 * g) & 255;
-    bool live = ((q[g].x | q[g].y | q[g].z | q[g].w) & 0x77777777u) != 0;
-    plain |= code[g] == 255;
-    if (live) top = code[g] > top ? code[g] : top, low = code[g] < low ? code[g] : low;
-    else code[g] = -1;
+  for (int m = 0; m < NQ; ++m) {
+    const bool real = head < args.heads && unit * NQ + m < args.tokens;
+    const int64_t row = real ? static_cast<int64_t>(unit * NQ + m) * args.heads + head : 0;
+    q[m] = *reinterpret_cast<const uint2*>(args.q + row * 64 + part * 8);
+    code[m] = args.q_scale[row * 4 + group];
+    if (!real) q[m] = make_uint2(0, 0), code[m] = 0;
   }
-  plain = real && (plain || (low <= top && top - low > 14));
-  // Head h's values are those in b times 2^(top - 6 - 127); the largest of these powers is the query's.
-  int most = real ? top : 0;
-  for (int step = 16; step > 0; step /= 2) {
-    int other = __shfl_xor_sync(0xFFFFFFFFu, most, step);
-    most = other > most ? other : most;
-  }
-  plain = __any_sync(0xFFFFFFFFu, plain);
-  float w = real ? args.weights[row] : 0.0f;
-  // Half of it: the sum over heads takes x + |x|, which is twice relu(x).
-  weight[lane] = real && top > 0 ? scaled(0.5f * w, top - most) : 0.5f * w;
-  if (lane == 0) *exponent = plain ? kPlain : most - 6 - 127;
 #pragma unroll
-  for (int g = 0; g < 4; ++g) {
-    const uint32_t words[4] = {q[g].x, q[g].y, q[g].z, q[g].w};
-    float factor = code[g] < 0 ? 0.0f : power(code[g] - top + 6);
-    if (FORMAT == kMXFP4) factor = -factor;  // keys are decoded with the other sign
+  for (int m = 0; m < NQ; ++m) {
+    bool live = ((q[m].x | q[m].y) & 0x77777777u) != 0;
+    live = __shfl_xor_sync(~0u, live ? 1 : 0, 1) || live;
+    int top = live ? code[m] : 0, low = live ? code[m] : 255, nan = code[m] == 255;
+    for (int step = 1; step < 8; step *= 2) {
+      const int a = __shfl_xor_sync(~0u, top, step), b = __shfl_xor_sync(~0u, low, step);
+      nan |= __shfl_xor_sync(~0u, nan, step);
+      top = a > top ? a : top, low = b < low ? b : low;
+    }
+    if (nan || (low <= top && top - low > 14)) top = kPlain;
+    if (part == 0) s.top[m][head] = top;
+    // A head's values are those in b times 2^(top - 6 - 127): the table of this group's magnitudes.
+    uint32_t table[2] = {0, 0};
+    if (live && top != kPlain) {
+      const float factor = power(code[m] - top + 6);
 #pragma unroll
-    for (int s = 0; s < 4; ++s)
+      for (int i = 1; i < 8; ++i) table[i / 4] |= e4m3_code(e2m1(i) * factor) << (i % 4 * 8);
+    }
+    const uint32_t words[2] = {q[m].x, q[m].y};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t out[2];
+      decode(words[i], table[0], table[1], 0x40404040u, out[0], out[1]);
+      const int step = part % 2 * 2 + i;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint32_t out = 0;
-        for (int j = 0; j < 4; ++j) {
-          float value = e2m1(words[s] >> (16 * half + 4 * j) & 15) * factor;
-          out |= (plain || !real || value == 0.0f ? 0u : e4m3_code(value)) << (8 * j);
-        }
-        int at = 32 * s + 16 * half + 4 * g;  // where the product takes these four values
-        *reinterpret_cast<uint32_t*>(b + hopper::swizzle_128(lane, at / 16) + at % 16) = out;
+        // Keys are decoded with the other sign, too.
+        if (FORMAT != kMXFP4) out[half] ^= 0x80808080u;
+        const int at = 32 * step + 16 * half + 4 * group;  // where the product takes these four values
+        *reinterpret_cast<uint32_t*>(s.b[m] + hopper::swizzle_128(head, at / 16) + at % 16) = out[half];
       }
+    }
+  }
+  choose::sync();
+#pragma unroll
+  for (int m = 0; m < NQ; ++m) {
+    const int top = s.top[m][lane];
+    int most = top;  // the largest power of a head is the query's
+    for (int step = 16; step > 0; step /= 2) {
+      const int other = __shfl_xor_sync(~0u, most, step);
+      most = other > most ? other : most;
+    }
+    if (tid / 32 == m) {
+      const bool real = lane < args.heads && unit * NQ + m < args.tokens;
+      const float w = real ? args.weights[static_cast<int64_t>(unit * NQ + m) * args.heads + lane] : 0.0f;
+      // Half of it: the sum over heads takes x + |x|, which is twice relu(x).
+      s.weight[m][lane] = top > 0 ? scaled(0.5f * w, top - most) : 0.5f * w;
+      if (lane == 0) s.exponent[m] = most >= kPlain ? kPlain : most - 6 - 127;
+    }
   }
 }
 
-// A score by plain arithmetic, each step in float32; lane = head. The key's words and scales come from the lanes
-// that hold the row: `source` is the first of four.
-template <int FORMAT, int WORDS>
-__device__ float plain_score(const Args& args, int t, const uint32_t (&words)[WORDS], uint32_t scales, int source,
-                             int lane) {
+// A score by plain arithmetic, each step in float32; lane = head. `key` is the row in shared memory.
+template <int FORMAT>
+__device__ __noinline__ float plain_score(const Args& args, int t, const uint8_t* key, uint32_t scales, int lane) {
   const bool real = lane < args.heads;
   const int64_t row = static_cast<int64_t>(t) * args.heads + (real ? lane : 0);
   float dot = 0.0f;
-  scales = __shfl_sync(0xFFFFFFFFu, scales, source);
   const float nan = __uint_as_float(0x7FC00000u);
+#pragma unroll 1
   for (int g = 0; g < 4; ++g) {
     float part = 0.0f;
-#pragma unroll
-    for (int s = 0; s < WORDS; ++s) {
-      uint32_t key = __shfl_sync(0xFFFFFFFFu, words[s], source + g);
-      if (FORMAT == kMXFP4) {
-        uint32_t q = *reinterpret_cast<const uint32_t*>(args.q + row * 64 + g * 16 + s * 4);
-        for (int j = 0; j < 8; ++j) part += e2m1(q >> 4 * j & 15) * e2m1(key >> 4 * j & 15);
-      } else {
-        uint32_t q = *reinterpret_cast<const uint16_t*>(args.q + row * 64 + g * 16 + s * 2);
-        for (int j = 0; j < 4; ++j) part += e2m1(q >> 4 * j & 15) * e4m3(key >> 8 * j & 255);
-      }
+#pragma unroll 1
+    for (int i = 0; i < 16; ++i) {
+      const uint32_t q = args.q[row * 64 + g * 16 + i];
+      float a, b;
+      if (FORMAT == kMXFP4) a = e2m1(key[g * 16 + i]), b = e2m1(key[g * 16 + i] >> 4);
+      else a = e4m3(key[g * 32 + 2 * i]), b = e4m3(key[g * 32 + 2 * i + 1]);
+      part = part + e2m1(q) * a + e2m1(q >> 4) * b;
     }
     int code = args.q_scale[row * 4 + g], exponent = code - 127;
     if (code == 255) part = nan;
@@ -215,15 +236,8 @@ __device__ float plain_score(const Args& args, int t, const uint32_t (&words)[WO
   if (FORMAT == kFP8) dot *= __uint_as_float(scales);
   float relu = dot <= 0.0f ? 0.0f : dot;  // NaN stays
   float sum = real ? args.weights[row] * relu : 0.0f;
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   return sum;
-}
-
-// Eight E2M1 codes to E4M3 through a table of the eight magnitudes; the sign comes out inverted.
-__device__ __forceinline__ void decode(uint32_t word, uint32_t low, uint32_t high, uint32_t& first, uint32_t& second) {
-  uint32_t magnitude = word & 0x77777777u;
-  first = __byte_perm(low, high, magnitude) + 2 * hopper::byte_select(0x40404040u, 0x40404040u, word);
-  second = __byte_perm(low, high, magnitude >> 16) + 2 * hopper::byte_select(0x40404040u, 0x40404040u, word >> 16);
 }
 
 template <int FORMAT, int NQ, bool PUBLISH>
@@ -242,7 +256,7 @@ template <int FORMAT, int NQ, bool PUBLISH, bool RESTRICT>
 __device__ void copy_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Ring<FORMAT, NQ, PUBLISH>& ring, int t,
                          int most, int from, int to, int lane) {
   using S = Shared<FORMAT, NQ, PUBLISH>;
-  int chunk = kTile;  // keys that lie together
+  int chunk = 64;  // keys that lie together
   if (RESTRICT) chunk = args.block_size;
   else
     while (args.page_size % chunk != 0) chunk /= 2;
@@ -284,182 +298,243 @@ __device__ void copy_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Ring<
   }
 }
 
-// Scores of one tile. COUNT queries: all of the unit, or the one at `first`. Lane c of a quad of lanes gets row
-// c % 2 of the pair that the quad holds (16 * warp + lane / 4, and that + 8).
-template <int COUNT, int FORMAT, int NQ, bool PUBLISH>
-__device__ __forceinline__ void tile_scores(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, int stage, int unit,
-                                            int first, int warp, int lane, int& entry,
-                                            float (&out)[COUNT > 1 ? COUNT / 2 : 1], uint32_t phase) {
-  using S = Shared<FORMAT, NQ, PUBLISH>;
-  constexpr int WORDS = S::kValues / 16;
-  const int c = lane % 4, row = 16 * warp + lane / 4;
-  hopper::barrier_wait(&s.full[stage], phase);
-  uint32_t k0[WORDS], k1[WORDS];
-  const uint8_t* at = &s.values[stage][row * S::kValues + c * (S::kValues / 4)];
-#pragma unroll
-  for (int i = 0; i < WORDS / 4; ++i) {
-    uint4 x = *reinterpret_cast<const uint4*>(at + 16 * i);
-    uint4 y = *reinterpret_cast<const uint4*>(at + 8 * S::kValues + 16 * i);
-    k0[4 * i] = x.x, k0[4 * i + 1] = x.y, k0[4 * i + 2] = x.z, k0[4 * i + 3] = x.w;
-    k1[4 * i] = y.x, k1[4 * i + 1] = y.y, k1[4 * i + 2] = y.z, k1[4 * i + 3] = y.w;
-  }
-  const uint32_t scale0 = s.scales[stage][row], scale1 = s.scales[stage][row + 8];
-  const int mine = row + 8 * (c & 1);
-  entry = s.entry[stage][mine / kQuad];
-  __syncwarp();
-  if (lane == 0) hopper::barrier_arrive(&s.empty[stage]);
-  if (entry >= 0) entry += mine % kQuad;
-
+// Rows of 64 keys as operand A, and the product with COUNT queries into `d`, not waited for.
+template <int FORMAT, int COUNT>
+__device__ __forceinline__ bool multiply(const uint8_t* values, const uint32_t* scales, uint64_t b, uint32_t signs,
+                                         int row, int c, float (&d)[COUNT * 16]) {
+  constexpr int BYTES = FORMAT == kMXFP4 ? 64 : 128;
+  const uint8_t* at = values + row * BYTES + c * (BYTES / 4);
   uint32_t a[4][4];
-  bool bad0 = false, bad1 = false;
+  bool bad = false;
   if constexpr (FORMAT == kMXFP4) {
+    const uint4 x = *reinterpret_cast<const uint4*>(at), y = *reinterpret_cast<const uint4*>(at + 8 * BYTES);
+    const uint32_t scale0 = scales[row], scale1 = scales[row + 8];
     // A group's power relative to the row's first group; `low` and `high` are its table of magnitudes.
-    const int d0 = static_cast<int>(scale0 >> (8 * c) & 255) - static_cast<int>(scale0 & 255);
-    const int d1 = static_cast<int>(scale1 >> (8 * c) & 255) - static_cast<int>(scale1 & 255);
-    bad0 = static_cast<uint32_t>(d0 + 5) > 11 || (scale0 & 255) > 248;
-    bad1 = static_cast<uint32_t>(d1 + 5) > 11 || (scale1 & 255) > 248;
+    const int e0 = scale0 & 255, d0 = static_cast<int>(scale0 >> (8 * c) & 255) - e0;
+    const int e1 = scale1 & 255, d1 = static_cast<int>(scale1 >> (8 * c) & 255) - e1;
+    bad = static_cast<uint32_t>(d0 + 5) > 11 || static_cast<uint32_t>(d1 + 5) > 11 || (e0 > e1 ? e0 : e1) > 248;
     const uint32_t low0 = 0x3C383000u + d0 * 0x08080800u, high0 = 0x4C484440u + d0 * 0x08080808u;
     const uint32_t low1 = 0x3C383000u + d1 * 0x08080800u, high1 = 0x4C484440u + d1 * 0x08080808u;
+    const uint32_t first[4] = {x.x, x.y, x.z, x.w}, second[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      decode(k0[i], low0, high0, a[i][0], a[i][2]);
-      decode(k1[i], low1, high1, a[i][1], a[i][3]);
+      decode(first[i], low0, high0, signs, a[i][0], a[i][2]);
+      decode(second[i], low1, high1, signs, a[i][1], a[i][3]);
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a[i][0] = k0[2 * i], a[i][2] = k0[2 * i + 1];
-      a[i][1] = k1[2 * i], a[i][3] = k1[2 * i + 1];
+    for (int i = 0; i < 2; ++i) {
+      const uint4 x = *reinterpret_cast<const uint4*>(at + 16 * i);
+      const uint4 y = *reinterpret_cast<const uint4*>(at + 8 * BYTES + 16 * i);
+      a[2 * i][0] = x.x, a[2 * i][2] = x.y, a[2 * i + 1][0] = x.z, a[2 * i + 1][2] = x.w;
+      a[2 * i][1] = y.x, a[2 * i][3] = y.y, a[2 * i + 1][1] = y.z, a[2 * i + 1][3] = y.w;
     }
   }
-  float d[COUNT * 16];
-  const uint64_t b = hopper::tile_descriptor(hopper::smem_address(s.b[first]));
   hopper::keep(d);
   hopper::wgmma_fence();
 #pragma unroll
   for (int i = 0; i < 4; ++i) hopper::wgmma_e4m3_rs(d, a[i], b + 2 * i, i > 0);
   hopper::wgmma_commit();
-  hopper::wgmma_wait<0>();
-  hopper::keep(d);
+  return bad;
+}
 
-  const uint32_t scale = c & 1 ? scale1 : scale0;
-  float half[COUNT];
+// Sum over a lane's heads of query m, for its two rows.
+__device__ __forceinline__ void weigh(const float* d, const float (&w)[8], float& sum0, float& sum1) {
+  sum0 = sum1 = 0.0f;
 #pragma unroll
-  for (int m = 0; m < COUNT; ++m) {
-    float sum0 = 0.0f, sum1 = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float2 w = *reinterpret_cast<const float2*>(&s.weight[first + m][8 * j + 2 * c]);
-      const float* x = &d[16 * m + 4 * j];
-      sum0 = fmaf(w.x, x[0] + fabsf(x[0]), sum0);
-      sum0 = fmaf(w.y, x[1] + fabsf(x[1]), sum0);
-      sum1 = fmaf(w.x, x[2] + fabsf(x[2]), sum1);
-      sum1 = fmaf(w.y, x[3] + fabsf(x[3]), sum1);
-    }
-    const float give = c & 1 ? sum0 : sum1, keep = c & 1 ? sum1 : sum0;
-    half[m] = keep + __shfl_xor_sync(0xFFFFFFFFu, give, 1);
+  for (int j = 0; j < 4; ++j) {
+    sum0 = fmaf(w[2 * j], d[4 * j] + fabsf(d[4 * j]), sum0);
+    sum0 = fmaf(w[2 * j + 1], d[4 * j + 1] + fabsf(d[4 * j + 1]), sum0);
+    sum1 = fmaf(w[2 * j], d[4 * j + 2] + fabsf(d[4 * j + 2]), sum1);
+    sum1 = fmaf(w[2 * j + 1], d[4 * j + 3] + fabsf(d[4 * j + 3]), sum1);
   }
-  constexpr int OUT = COUNT > 1 ? COUNT / 2 : 1;
+}
+template <class S>
+__device__ __forceinline__ void load_weights(const S& s, int m, int c, float (&w)[8]) {
 #pragma unroll
-  for (int i = 0; i < OUT; ++i) {
-    // Queries i of the lower lanes and i + OUT of the upper ones.
-    float keep = half[i], give = half[i];
-    if (COUNT > 1) keep = c & 2 ? half[(COUNT > 1 ? OUT : 0) + i] : half[i], give = c & 2 ? half[i] : half[(COUNT > 1 ? OUT : 0) + i];
-    float sum = keep + __shfl_xor_sync(0xFFFFFFFFu, give, 2);
-    const int m = first + i + (COUNT > 1 && c & 2 ? OUT : 0), left_out = s.exponent[m];
-    if (FORMAT == kMXFP4) out[i] = scaled(sum, static_cast<int>(scale & 255) - 127 + left_out);
-    else out[i] = scaled(sum * __uint_as_float(scale), left_out);
-  }
-
-  // A row's form depends on the row and the query alone, so that its score does too.
-  bool all = false;
-  for (int m = 0; m < COUNT; ++m) all |= s.exponent[first + m] == kPlain;
-  const uint32_t votes0 = __ballot_sync(~0u, bad0), votes1 = __ballot_sync(~0u, bad1);
-  if (!all && (votes0 | votes1) == 0) return;
-  for (int pair = 0; pair < 8; ++pair) {
-    const bool key0 = votes0 >> (4 * pair) & 15, key1 = votes1 >> (4 * pair) & 15;
-    if (!all && !key0 && !key1) continue;
-    for (int m = 0; m < COUNT; ++m) {
-      const int t = unit * NQ + first + m;
-      if (t >= args.tokens) continue;
-      const bool query = s.exponent[first + m] == kPlain;
-      const bool row0 = query || key0, row1 = query || key1;
-      float x0 = 0.0f, x1 = 0.0f;
-      if (row0) x0 = plain_score<FORMAT>(args, t, k0, scale0, 4 * pair, lane);
-      if (row1) x1 = plain_score<FORMAT>(args, t, k1, scale1, 4 * pair, lane);
-#pragma unroll
-      for (int i = 0; i < OUT; ++i)
-        if (lane / 4 == pair && m == i + (COUNT > 1 && c & 2 ? OUT : 0) && (c & 1 ? row1 : row0)) out[i] = c & 1 ? x1 : x0;
-    }
+  for (int j = 0; j < 4; ++j) {
+    const float2 pair = *reinterpret_cast<const float2*>(&s.weight[m][8 * j + 2 * c]);
+    w[2 * j] = pair.x, w[2 * j + 1] = pair.y;
   }
 }
 
-// A group of warps takes every other tile of [0, tiles) of a run whose queries are `first` .. `first + COUNT`.
+// What a group of warps does with the tiles of a run whose queries are `first` .. `first + COUNT`.
+template <int COUNT, int FORMAT, int NQ, bool PUBLISH, bool SELECT>
+struct Run {
+  using S = Shared<FORMAT, NQ, PUBLISH>;
+  // A lane ends up with one row of each eight and, of the values of four lanes, one or COUNT / 2.
+  static constexpr int OUT = COUNT > 1 ? COUNT / 2 : 1;
+  const Args& args;
+  S& s;
+  int unit, first, warp, lane, c;
+  bool plain;          // a query that b cannot hold
+  uint32_t signs;
+  float weights[8];    // of the one query
+  int (&base)[NQ];
+  int (&block_base)[NQ];
+
+  __device__ Run(const Args& args, S& s, int unit, int first, int tid, int (&base)[NQ], int (&block_base)[NQ])
+      : args(args), s(s), unit(unit), first(first), warp(tid / 32 % 4), lane(tid % 32), c(tid % 4), plain(false),
+        base(base), block_base(block_base) {
+    for (int m = 0; m < COUNT; ++m) plain |= s.exponent[first + m] == kPlain;
+    float opaque[1] = {__uint_as_float(0x40404040u)};
+    hopper::keep(opaque);  // a register, not a constant to be made again for every use
+    signs = __float_as_uint(opaque[0]);
+    if (COUNT == 1) load_weights(s, first, c, weights);
+  }
+  __device__ __forceinline__ int query(int i) const { return first + i + (COUNT > 1 && c & 2 ? OUT : 0); }
+
+  __device__ __forceinline__ float unscale(float sum, uint32_t scale, int m) const {
+    const int left_out = s.exponent[m];
+    if (FORMAT == kMXFP4) return scaled(sum, static_cast<int>(scale & 255) - 127 + left_out);
+    return scaled(sum * __uint_as_float(scale), left_out);
+  }
+
+  // Rows whose form is another one. It depends on the row and the query alone, so that a score does too.
+  __device__ __noinline__ void replace(int stage, int half, float (&out)[OUT]) {
+    for (int i = 0; i < 16; ++i) {
+      const int row = 64 * half + 16 * warp + i;
+      const uint32_t scales = s.scales[stage][row];
+      bool key = false;
+      if (FORMAT == kMXFP4)
+        for (int g = 0; g < 4; ++g) {
+          const int e = scales & 255, d = static_cast<int>(scales >> (8 * g) & 255) - e;
+          key |= static_cast<uint32_t>(d + 5) > 11 || e > 248;
+        }
+      if (s.entry[stage][row / kQuad] < 0) continue;
+      for (int m = 0; m < COUNT; ++m) {
+        const int t = unit * NQ + first + m;
+        if (t >= args.tokens || !(key || s.exponent[first + m] == kPlain)) continue;
+        const float x = plain_score<FORMAT>(args, t, &s.values[stage][row * S::kValues], scales, lane);
+        for (int j = 0; j < OUT; ++j) {
+          const bool mine = lane / 4 == i % 8 && (c & 1) == i / 8 && query(j) == first + m;
+          if (mine && (COUNT > 1 || (c >> 1) == half)) out[j] = x;
+        }
+      }
+    }
+  }
+
+  // One value of each lane: query m and an entry, or none (-1).
+  __device__ __forceinline__ void take(float score, int j, int entry, int slot) {
+    const int m = query(j);
+    const bool live = entry >= 0 && entry < s.visible[m];
+    if constexpr (!SELECT) {
+      if (live) args.scores[static_cast<int64_t>(unit * NQ + m) * args.k + entry] = score;
+      return;
+    }
+    const uint32_t order = choose::ordered(score);
+    const uint64_t key = choose::key_of(order, entry);
+    add(s.list, base, s.count[slot], live && choose::passes(order, key, s.bar[m]), key, j);
+    if constexpr (PUBLISH) {
+      // The best of each candidate block: rows of one block are neighbours within eight.
+      uint32_t best = live && order <= 0xFF800000u && order > 0x007FFFFFu ? order : 0;
+      for (int step = 4; step < 4 * args.block_size && step < 32; step *= 2) {
+        uint32_t other = __shfl_xor_sync(~0u, best, step);
+        best = other > best ? other : best;
+      }
+      const int block = entry / args.block_size;
+      const bool head = live && entry % args.block_size == 0;
+      if (head && block == (s.visible[m] - 1) / args.block_size) best = 0xFF800000u;
+      const uint64_t block_key = choose::key_of(best, block);
+      add(s.block_list, block_base, s.block_count[slot], head && best != 0 && block_key > s.block_bar[m], block_key, j);
+    }
+  }
+  template <class List>
+  __device__ __forceinline__ void add(List& list, const int (&bases)[NQ], int (&count)[NQ], bool pass, uint64_t key,
+                                      int j) {
+    if constexpr (COUNT == 1) {
+      int own = bases[0];
+#pragma unroll
+      for (int i = 1; i < NQ; ++i) own = first == i ? bases[i] : own;
+      choose::append(list[first], own, &count[first], pass, key, lane);
+    } else if (__any_sync(~0u, pass)) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int n = j + half * OUT;
+        choose::append(list[n], bases[n], &count[n], pass && (c >> 1) == half, key, lane);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void tile(int stage, uint32_t phase, int slot) {
+    hopper::barrier_wait(&s.full[stage], phase);
+    const uint64_t b = hopper::tile_descriptor(hopper::smem_address(s.b[first]));
+    const int row = 16 * warp + lane / 4;
+    const uint8_t* values = s.values[stage];
+    const uint32_t* scales = s.scales[stage];
+    if constexpr (COUNT == 1) {
+      float d0[16], d1[16], x0, x1, y0, y1;
+      bool bad = multiply<FORMAT, 1>(values, scales, b, signs, row, c, d0);
+      bad |= multiply<FORMAT, 1>(values, scales, b, signs, row + 64, c, d1);
+      const int mine = row + 8 * (c & 1) + 64 * (c >> 1);
+      int entry = s.entry[stage][mine / kQuad];
+      const uint32_t scale = scales[mine];
+      hopper::wgmma_wait<1>();
+      hopper::keep(d0);
+      weigh(d0, weights, x0, x1);
+      hopper::wgmma_wait<0>();
+      hopper::keep(d1);
+      weigh(d1, weights, y0, y1);
+      // Lane c: row c % 2 of half c / 2.
+      const float x = (c & 1 ? x1 : x0) + __shfl_xor_sync(~0u, c & 1 ? x0 : x1, 1);
+      const float y = (c & 1 ? y1 : y0) + __shfl_xor_sync(~0u, c & 1 ? y0 : y1, 1);
+      float out[1] = {(c & 2 ? y : x) + __shfl_xor_sync(~0u, c & 2 ? x : y, 2)};
+      out[0] = unscale(out[0], scale, first);
+      if (__any_sync(~0u, bad) || plain) replace(stage, 0, out), replace(stage, 1, out);
+      __syncwarp();
+      if (lane == 0) hopper::barrier_arrive(&s.empty[stage]);
+      if (entry >= 0) entry += mine % kQuad;
+      take(out[0], 0, entry, slot);
+    } else {
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        float d[COUNT * 16], sums[COUNT], out[OUT];
+        const bool bad = multiply<FORMAT, COUNT>(values, scales, b, signs, row + 64 * half, c, d);
+        const int mine = row + 8 * (c & 1) + 64 * half;
+        int entry = s.entry[stage][mine / kQuad];
+        const uint32_t scale = scales[mine];
+        hopper::wgmma_wait<0>();
+        hopper::keep(d);
+#pragma unroll
+        for (int m = 0; m < COUNT; ++m) {
+          float w[8], x0, x1;
+          load_weights(s, first + m, c, w);
+          weigh(d + 16 * m, w, x0, x1);
+          sums[m] = (c & 1 ? x1 : x0) + __shfl_xor_sync(~0u, c & 1 ? x0 : x1, 1);
+        }
+#pragma unroll
+        for (int i = 0; i < OUT; ++i) {
+          // Queries i of the lower lanes and i + OUT of the upper ones.
+          out[i] = (c & 2 ? sums[i + OUT] : sums[i]) + __shfl_xor_sync(~0u, c & 2 ? sums[i] : sums[i + OUT], 2);
+          out[i] = unscale(out[i], scale, query(i));
+        }
+        if (__any_sync(~0u, bad) || plain) replace(stage, half, out);
+        __syncwarp();
+        if (half == 1 && lane == 0) hopper::barrier_arrive(&s.empty[stage]);
+        if (entry >= 0) entry += mine % kQuad;
+#pragma unroll
+        for (int i = 0; i < OUT; ++i) take(out[i], i, entry, slot);
+      }
+    }
+  }
+};
+
+// The two groups take the tiles of a run in turn; between two rounds they look at the lists.
 template <int COUNT, int FORMAT, int NQ, bool PUBLISH, bool SELECT>
 __device__ void score_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Ring<FORMAT, NQ, PUBLISH>& ring,
                           int unit, int first, int tiles, int& round, int (&base)[NQ], int (&block_base)[NQ],
                           int tid) {
   using S = Shared<FORMAT, NQ, PUBLISH>;
-  constexpr int OUT = COUNT > 1 ? COUNT / 2 : 1;
-  const int group = tid / 128, warp = tid / 32 % 4, lane = tid % 32, c = lane % 4;
-  for (int start = 0; start < tiles; start += kGroups * kBatch, ++round) {
+  const int group = tid / 128;
+  Run<COUNT, FORMAT, NQ, PUBLISH, SELECT> run(args, s, unit, first, tid, base, block_base);
+  for (int start = 0; start < tiles; start += kGroups, ++round) {
     const int slot = round % 3;
-    for (int i = 0; i < kBatch; ++i) {
-      const int tile = start + i * kGroups + group;
-      if (tile < tiles) {
-        Ring<FORMAT, NQ, PUBLISH> own = ring;
-        own.next(i * kGroups + group);
-        int entry;
-        float score[OUT];
-        tile_scores<COUNT, FORMAT, NQ, PUBLISH>(args, s, own.stage, unit, first, warp, lane, entry, score, own.phase);
-#pragma unroll
-        for (int j = 0; j < OUT; ++j) {
-          const int m = first + j + (COUNT > 1 && c & 2 ? OUT : 0);
-          const bool live = entry >= 0 && entry < s.visible[m] && (COUNT > 1 || c < 2);
-          if constexpr (!SELECT) {
-            if (live) args.scores[static_cast<int64_t>(unit * NQ + m) * args.k + entry] = score[j];
-          } else {
-            const uint32_t order = choose::ordered(score[j]);
-            const uint64_t key = choose::key_of(order, entry);
-            const bool pass = live && choose::passes(order, key, s.bar[m]);
-            if constexpr (COUNT == 1) {
-              choose::append(s.list[m], base[NQ > 1 ? m : 0], &s.count[slot][m], pass, key, lane);
-            } else if (__any_sync(0xFFFFFFFFu, pass)) {
-#pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                const int n = j + half * OUT;
-                choose::append(s.list[n], base[n], &s.count[slot][n], pass && (c >> 1) == half, key, lane);
-              }
-            }
-            if constexpr (PUBLISH) {
-              // The best of each candidate block: rows of one block are neighbours within eight.
-              uint32_t best = live && order <= 0xFF800000u && order > 0x007FFFFFu ? order : 0;
-              for (int step = 4; step < 4 * args.block_size && step < 32; step *= 2) {
-                uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, best, step);
-                best = other > best ? other : best;
-              }
-              const int block = entry / args.block_size;
-              const bool head = live && entry % args.block_size == 0;
-              if (head && block == (s.visible[m] - 1) / args.block_size) best = 0xFF800000u;
-              const uint64_t block_key = choose::key_of(best, block);
-              const bool block_pass = head && best != 0 && block_key > s.block_bar[m];
-              if constexpr (COUNT == 1) {
-                choose::append(s.block_list[m], block_base[NQ > 1 ? m : 0], &s.block_count[slot][m], block_pass, block_key, lane);
-              } else if (__any_sync(0xFFFFFFFFu, block_pass)) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                  const int n = j + half * OUT;
-                  choose::append(s.block_list[n], block_base[n], &s.block_count[slot][n],
-                                 block_pass && (c >> 1) == half, block_key, lane);
-                }
-              }
-            }
-          }
-        }
-      }
+    if (start + group < tiles) {
+      Ring<FORMAT, NQ, PUBLISH> own = ring;
+      own.next(group);
+      run.tile(own.stage, own.phase, slot);
     }
-    const int took = tiles - start < kGroups * kBatch ? tiles - start : kGroups * kBatch;
-    ring.next(took);
+    ring.next(tiles - start < kGroups ? 1 : kGroups);
     if constexpr (SELECT) {
       choose::sync();
 #pragma unroll
@@ -471,12 +546,12 @@ __device__ void score_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Ring
 #pragma unroll
       for (int m = 0; m < NQ; ++m) {
         uint64_t bar;
-        if (base[m] > S::kCap - kGroups * kBatch * kTile) {
+        if (base[m] > S::kCap - kGroups * kTile) {
           base[m] = choose::cut<S::kCap / 256>(s.list[m], base[m], args.k, 128, s.work, tid, bar);
           if (tid == 0) s.bar[m] = bar;
           choose::sync();
         }
-        if (PUBLISH && block_base[m] > S::kBlockCap - kGroups * kBatch * (kTile / kQuad)) {
+        if (PUBLISH && block_base[m] > S::kBlockCap - kGroups * (kTile / kQuad)) {
           block_base[m] = choose::cut<S::kBlockCap / 256>(s.block_list[m], block_base[m], args.num_blocks, 256, s.work, tid, bar);
           if (tid == 0) s.block_bar[m] = bar;
           choose::sync();
@@ -547,8 +622,7 @@ __device__ void scan(const void* q, const void* q_scale, const void* weights, co
       }
 #pragma unroll
       for (int m = 0; m < NQ; ++m) base[m] = block_base[m] = 0;
-      for (int m = tid / 32; m < NQ; m += choose::kThreads / 32)
-        load_query<FORMAT>(args, unit * NQ + m, s.b[m], s.weight[m], &s.exponent[m], lane);
+      load_queries<FORMAT, NQ>(args, s, unit, tid);
       hopper::fence_async();
       choose::sync();
     }
