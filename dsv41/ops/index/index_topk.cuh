@@ -59,6 +59,7 @@ struct Shared {
   choose::Share share;
   float weight[NQ][kHeads];
   int sums[16];
+  uint32_t signs;  // 0x40404040, which the compiler shall not know
   int top[NQ][kHeads];
   int exponent[NQ];  // of the powers that b and weight leave out; kPlain: b cannot hold the query
   int visible[NQ];
@@ -301,7 +302,7 @@ __device__ void copy_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Ring<
 // Rows of 64 keys as operand A, and the product with COUNT queries into `d`, not waited for.
 template <int FORMAT, int COUNT>
 __device__ __forceinline__ bool multiply(const uint8_t* values, const uint32_t* scales, uint64_t b, uint32_t signs,
-                                         int row, int c, float (&d)[COUNT * 16]) {
+                                         uint32_t row, uint32_t c, float (&d)[COUNT * 16]) {
   constexpr int BYTES = FORMAT == kMXFP4 ? 64 : 128;
   const uint8_t* at = values + row * BYTES + c * (BYTES / 4);
   uint32_t a[4][4];
@@ -333,7 +334,8 @@ __device__ __forceinline__ bool multiply(const uint8_t* values, const uint32_t* 
   hopper::keep(d);
   hopper::wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < 4; ++i) hopper::wgmma_e4m3_rs(d, a[i], b + 2 * i, i > 0);
+  for (int i = 0; i < 4; ++i)  // the address is the lower half
+    hopper::wgmma_e4m3_rs(d, a[i], (b & 0xFFFFFFFF00000000ull) | (static_cast<uint32_t>(b) + 2 * i), i > 0);
   hopper::wgmma_commit();
   return bad;
 }
@@ -350,7 +352,7 @@ __device__ __forceinline__ void weigh(const float* d, const float (&w)[8], float
   }
 }
 template <class S>
-__device__ __forceinline__ void load_weights(const S& s, int m, int c, float (&w)[8]) {
+__device__ __forceinline__ void load_weights(const S& s, int m, uint32_t c, float (&w)[8]) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const float2 pair = *reinterpret_cast<const float2*>(&s.weight[m][8 * j + 2 * c]);
@@ -366,32 +368,35 @@ struct Run {
   static constexpr int OUT = COUNT > 1 ? COUNT / 2 : 1;
   const Args& args;
   S& s;
-  int unit, first, warp, lane, c;
-  bool plain;          // a query that b cannot hold
+  int unit, first;
+  uint32_t warp, lane, c, row;  // of the group; row: the lane's first one
+  bool plain;                   // a query that b cannot hold
   uint32_t signs;
-  float weights[8];    // of the one query
+  float weights[8];             // these three: of the one query
+  int visible, left_out;
   int (&base)[NQ];
   int (&block_base)[NQ];
 
-  __device__ Run(const Args& args, S& s, int unit, int first, int tid, int (&base)[NQ], int (&block_base)[NQ])
-      : args(args), s(s), unit(unit), first(first), warp(tid / 32 % 4), lane(tid % 32), c(tid % 4), plain(false),
-        base(base), block_base(block_base) {
+  __device__ Run(const Args& args, S& s, int unit, int first, uint32_t tid, int (&base)[NQ], int (&block_base)[NQ])
+      : args(args), s(s), unit(unit), first(first), warp(tid / 32 % 4), lane(tid % 32), c(tid % 4),
+        row(16 * warp + lane / 4), plain(false), signs(s.signs), visible(s.visible[first]),
+        left_out(s.exponent[first]), base(base), block_base(block_base) {
     for (int m = 0; m < COUNT; ++m) plain |= s.exponent[first + m] == kPlain;
-    float opaque[1] = {__uint_as_float(0x40404040u)};
-    hopper::keep(opaque);  // a register, not a constant to be made again for every use
-    signs = __float_as_uint(opaque[0]);
     if (COUNT == 1) load_weights(s, first, c, weights);
   }
   __device__ __forceinline__ int query(int i) const { return first + i + (COUNT > 1 && c & 2 ? OUT : 0); }
 
   __device__ __forceinline__ float unscale(float sum, uint32_t scale, int m) const {
-    const int left_out = s.exponent[m];
-    if (FORMAT == kMXFP4) return scaled(sum, static_cast<int>(scale & 255) - 127 + left_out);
-    return scaled(sum * __uint_as_float(scale), left_out);
+    const int exponent = COUNT == 1 ? left_out : s.exponent[m];
+    if (FORMAT == kMXFP4) return scaled(sum, static_cast<int>(scale & 255) - 127 + exponent);
+    return scaled(sum * __uint_as_float(scale), exponent);
   }
 
-  // Rows whose form is another one. It depends on the row and the query alone, so that a score does too.
-  __device__ __noinline__ void replace(int stage, int half, float (&out)[OUT]) {
+  // Rows whose form is another one. It depends on the row and the query alone, so that a score does too. By value,
+  // and apart: the usual way past it shall not pay for it.
+  static __device__ __noinline__ float2 replace(const Args& args, S& s, int stage, int half, int unit, int first,
+                                                int warp, int lane, float2 out) {
+    const int c = lane % 4;
     for (int i = 0; i < 16; ++i) {
       const int row = 64 * half + 16 * warp + i;
       const uint32_t scales = s.scales[stage][row];
@@ -406,18 +411,23 @@ struct Run {
         const int t = unit * NQ + first + m;
         if (t >= args.tokens || !(key || s.exponent[first + m] == kPlain)) continue;
         const float x = plain_score<FORMAT>(args, t, &s.values[stage][row * S::kValues], scales, lane);
-        for (int j = 0; j < OUT; ++j) {
-          const bool mine = lane / 4 == i % 8 && (c & 1) == i / 8 && query(j) == first + m;
-          if (mine && (COUNT > 1 || (c >> 1) == half)) out[j] = x;
+        if (lane / 4 != i % 8 || (c & 1) != i / 8) continue;
+        if (COUNT == 1) {
+          if ((c >> 1) == half) out.x = x;
+        } else if ((c >> 1) == m / OUT) {
+          if (m % OUT == 0) out.x = x;
+          else out.y = x;
         }
       }
     }
+    return out;
   }
 
   // One value of each lane: query m and an entry, or none (-1).
   __device__ __forceinline__ void take(float score, int j, int entry, int slot) {
+    static_assert(OUT <= 2);
     const int m = query(j);
-    const bool live = entry >= 0 && entry < s.visible[m];
+    const bool live = entry >= 0 && entry < (COUNT == 1 ? visible : s.visible[m]);
     if constexpr (!SELECT) {
       if (live) args.scores[static_cast<int64_t>(unit * NQ + m) * args.k + entry] = score;
       return;
@@ -459,14 +469,13 @@ struct Run {
   __device__ __forceinline__ void tile(int stage, uint32_t phase, int slot) {
     hopper::barrier_wait(&s.full[stage], phase);
     const uint64_t b = hopper::tile_descriptor(hopper::smem_address(s.b[first]));
-    const int row = 16 * warp + lane / 4;
     const uint8_t* values = s.values[stage];
     const uint32_t* scales = s.scales[stage];
     if constexpr (COUNT == 1) {
       float d0[16], d1[16], x0, x1, y0, y1;
       bool bad = multiply<FORMAT, 1>(values, scales, b, signs, row, c, d0);
       bad |= multiply<FORMAT, 1>(values, scales, b, signs, row + 64, c, d1);
-      const int mine = row + 8 * (c & 1) + 64 * (c >> 1);
+      const uint32_t mine = row + 8 * (c & 1) + 64 * (c >> 1);
       int entry = s.entry[stage][mine / kQuad];
       const uint32_t scale = scales[mine];
       hopper::wgmma_wait<1>();
@@ -478,19 +487,20 @@ struct Run {
       // Lane c: row c % 2 of half c / 2.
       const float x = (c & 1 ? x1 : x0) + __shfl_xor_sync(~0u, c & 1 ? x0 : x1, 1);
       const float y = (c & 1 ? y1 : y0) + __shfl_xor_sync(~0u, c & 1 ? y0 : y1, 1);
-      float out[1] = {(c & 2 ? y : x) + __shfl_xor_sync(~0u, c & 2 ? x : y, 2)};
-      out[0] = unscale(out[0], scale, first);
-      if (__any_sync(~0u, bad) || plain) replace(stage, 0, out), replace(stage, 1, out);
+      float out = unscale((c & 2 ? y : x) + __shfl_xor_sync(~0u, c & 2 ? x : y, 2), scale, first);
+      if (__any_sync(~0u, bad) || plain)
+        for (int half = 0; half < 2; ++half)
+          out = replace(args, s, stage, half, unit, first, warp, lane, make_float2(out, 0.0f)).x;
       __syncwarp();
       if (lane == 0) hopper::barrier_arrive(&s.empty[stage]);
       if (entry >= 0) entry += mine % kQuad;
-      take(out[0], 0, entry, slot);
+      take(out, 0, entry, slot);
     } else {
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         float d[COUNT * 16], sums[COUNT], out[OUT];
         const bool bad = multiply<FORMAT, COUNT>(values, scales, b, signs, row + 64 * half, c, d);
-        const int mine = row + 8 * (c & 1) + 64 * half;
+        const uint32_t mine = row + 8 * (c & 1) + 64 * half;
         int entry = s.entry[stage][mine / kQuad];
         const uint32_t scale = scales[mine];
         hopper::wgmma_wait<0>();
@@ -508,7 +518,10 @@ struct Run {
           out[i] = (c & 2 ? sums[i + OUT] : sums[i]) + __shfl_xor_sync(~0u, c & 2 ? sums[i] : sums[i + OUT], 2);
           out[i] = unscale(out[i], scale, query(i));
         }
-        if (__any_sync(~0u, bad) || plain) replace(stage, half, out);
+        if (__any_sync(~0u, bad) || plain) {
+          const float2 both = replace(args, s, stage, half, unit, first, warp, lane, make_float2(out[0], out[OUT - 1]));
+          out[OUT - 1] = both.y, out[0] = both.x;
+        }
         __syncwarp();
         if (half == 1 && lane == 0) hopper::barrier_arrive(&s.empty[stage]);
         if (entry >= 0) entry += mine % kQuad;
@@ -527,8 +540,8 @@ __device__ void score_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Ring
   using S = Shared<FORMAT, NQ, PUBLISH>;
   const int group = tid / 128;
   Run<COUNT, FORMAT, NQ, PUBLISH, SELECT> run(args, s, unit, first, tid, base, block_base);
-  for (int start = 0; start < tiles; start += kGroups, ++round) {
-    const int slot = round % 3;
+  for (int start = 0; start < tiles; start += kGroups, round = round == 2 ? 0 : round + 1) {
+    const int slot = round;
     if (start + group < tiles) {
       Ring<FORMAT, NQ, PUBLISH> own = ring;
       own.next(group);
@@ -542,7 +555,10 @@ __device__ void score_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Ring
         base[m] += s.count[slot][m];
         if (PUBLISH) block_base[m] += s.block_count[slot][m];
       }
-      if (tid < NQ) s.count[(round + 2) % 3][tid] = 0, s.block_count[(round + 2) % 3][tid] = 0;
+      if (tid < NQ) {
+        const int last = round == 0 ? 2 : round - 1;
+        s.count[last][tid] = 0, s.block_count[last][tid] = 0;
+      }
 #pragma unroll
       for (int m = 0; m < NQ; ++m) {
         uint64_t bar;
@@ -599,6 +615,7 @@ __device__ void scan(const void* q, const void* q_scale, const void* weights, co
   const int tid = threadIdx.x, lane = tid % 32, block = blockIdx.x;
   const Units<NQ, RESTRICT> units{args};
   if (tid == 0) {
+    s.signs = 0x40404040u;
     for (int i = 0; i < S::kStages; ++i) hopper::barrier_init(&s.full[i], 1), hopper::barrier_init(&s.empty[i], 4);
     hopper::fence_barrier_init();
   }
