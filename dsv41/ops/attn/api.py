@@ -67,6 +67,8 @@ def _hopper(
         return f"head_dim must be 512, got {q.shape[2]}"
     if q.shape[0] * -(-q.shape[1] // TILE) * num_splits >= 2**31 or q.shape[0] * q.shape[1] >= 2**31:
         return "fewer than 2^31 rows of heads"
+    if not 0 < scale < float("inf"):
+        return f"a positive scale, got {scale}"
     if not _aligned(q, out):
         strides = f"{q.stride()}, {out.stride()}"
         return f"q and out must start and step in multiples of 16 bytes, got strides {strides}"

@@ -20,8 +20,13 @@ struct Records {
   uint32_t page_size, slots;
   const int* ids;
   long long ids_stride;  // of a query row
-  int count;
+  int count, page_shift;  // log2 of the page size, or -1
+  __device__ __forceinline__ uint32_t page(uint32_t slot) const {
+    return page_shift >= 0 ? slot >> page_shift : slot / page_size;
+  }
 };
+
+__device__ __forceinline__ int shift_of(uint32_t size) { return size & size - 1 ? -1 : __popc(size - 1); }
 
 struct Row {  // a tile as the consumers see it
   unsigned long long keys;
@@ -142,18 +147,24 @@ __device__ __forceinline__ uint32_t decode_e4m3(uint8_t* tile, int row, int segm
   return bad | infinite;
 }
 
-// Decodes a segment into the tile of this half; returns whether anything in it is not finite.
-template <int LAYOUT>
+// Whether one of two e4m3 scales is 4 or more: then 2^126 of it is no bf16.
+__device__ __forceinline__ uint32_t large(uint32_t scales) { return (scales & 0x7F7Fu) + 0x3838u & 0x8080u; }
+
+// Decodes a segment into the tile of this half; returns whether anything in it is not finite. SMALL: no scale is
+// `large`, so that one product will do.
+template <int LAYOUT, bool SMALL>
 __device__ __forceinline__ uint32_t decode(uint8_t* tile, int row, int segment, int half, const uint32_t* words,
                                            uint32_t scale) {
   if constexpr (LAYOUT == NVFP4) {
-    const uint32_t factors = times(place_e4m3<0>(scale), TWO_126);  // 2^6 of both scales
+    uint32_t factors = times(place_e4m3<0>(scale), TWO_126);  // 2^6 of both scales
+    if constexpr (SMALL) factors = times(factors, TWO_120);
 #pragma unroll
     for (int piece = 0; piece < 4; ++piece) {
       const uint32_t x = words[piece], low = x << 4, factor = byte_select(factors, 0, piece < 2 ? 0x1010 : 0x3232);
-      put(tile, row, segment, piece, times(times(place_e2m1<0>(low, x), TWO_120), factor),
-          times(times(place_e2m1<1>(low, x), TWO_120), factor), times(times(place_e2m1<2>(low, x), TWO_120), factor),
-          times(times(place_e2m1<3>(low, x), TWO_120), factor));
+      uint32_t v[4] = {place_e2m1<0>(low, x), place_e2m1<1>(low, x), place_e2m1<2>(low, x), place_e2m1<3>(low, x)};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = times(SMALL ? v[i] : times(v[i], TWO_120), factor);
+      put(tile, row, segment, piece, v[0], v[1], v[2], v[3]);
     }
     return e4m3_nan(scale);
   } else if constexpr (LAYOUT == MXFP8) {
@@ -194,7 +205,7 @@ struct Producer {
   Shared& shared;
   int lane, warp;
   // The tile to fetch next.
-  int item, tile, end;
+  int item, tile, end, query;
   int low, high;  // its ids `lane` and `lane + 32`
   // A thread's segments of the tile, [half][row group][e].
   static constexpr int words_of(int layout) { return layout == NVFP4 ? 4 : layout == MXFP8 ? 8 : 1; }
@@ -203,11 +214,10 @@ struct Producer {
 
   __device__ __forceinline__ void read_ids() {
     low = high = -1;
-    if (item >= work.items()) return;
     const bool near = tile < work.window_tiles;
     const int at = (near ? tile : tile - work.window_tiles) * KEYS + lane;
     const int* ids = near ? window.ids : compressed.ids;
-    ids += (near ? window.ids_stride : compressed.ids_stride) * work.row(item);
+    ids += (near ? window.ids_stride : compressed.ids_stride) * query;
     const int count = near ? window.count : compressed.count;
     const uint32_t slots = near ? window.slots : compressed.slots;
     if (at < count) low = ids[at];
@@ -217,7 +227,8 @@ struct Producer {
   }
   __device__ __forceinline__ void start(int first) {
     item = first;
-    if (item < work.items()) tile = work.first_tile(item), end = work.end_tile(item);
+    if (item >= work.items()) return;
+    tile = work.first_tile(item), end = work.end_tile(item), query = work.row(item);
     read_ids();
   }
   __device__ __forceinline__ void advance() {
@@ -241,7 +252,7 @@ struct Producer {
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
         const int id = slot(group, low, high);
-        const uint32_t index = id < 0 ? 0 : id, page = index / from.page_size, at = index - page * from.page_size;
+        const uint32_t index = id < 0 ? 0 : id, page = from.page(index), at = index - page * from.page_size;
         const uint8_t* base = from.pages + page * from.page_stride;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -251,7 +262,7 @@ struct Producer {
       }
     }
   }
-  template <int LAYOUT>
+  template <int LAYOUT, bool SMALL = false>
   __device__ __forceinline__ uint32_t decode_half(uint8_t* to, int half, const Records& from, int low, int high) {
     uint32_t bad = 0;
 #pragma unroll
@@ -260,22 +271,34 @@ struct Producer {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int at = half * 4 + group * 2 + e;
-          bad |= decode<LAYOUT>(to, row(group), e * 4 + (lane >> 3), half, words[at], scales[at]);
+          bad |= decode<LAYOUT, SMALL>(to, row(group), e * 4 + (lane >> 3), half, words[at], scales[at]);
         }
       } else {
         const int id = slot(group, low, high);
-        const uint32_t index = id < 0 ? 0 : id, page = index / from.page_size, at = index - page * from.page_size;
+        const uint32_t index = id < 0 ? 0 : id, page = from.page(index), at = index - page * from.page_size;
         const uint8_t* base = from.pages + page * from.page_stride;
 #pragma unroll 1
         for (int e = 0; e < 2; ++e) {
           uint32_t direct[Segment<LAYOUT>::WORDS], scale;
           const int segment = e * 4 + (lane >> 3);
           fetch<LAYOUT>(direct, scale, from, base, at, half * 8 + segment, id >= 0);
-          bad |= decode<LAYOUT>(to, row(group), segment, half, direct, scale);
+          bad |= decode<LAYOUT, SMALL>(to, row(group), segment, half, direct, scale);
         }
       }
     }
     return bad;
+  }
+
+  // As decode_half, by the short way where the scales of these columns allow it.
+  template <int LAYOUT>
+  __device__ __forceinline__ uint32_t decode_records(uint8_t* to, int half, const Records& from, int low, int high) {
+    if constexpr (LAYOUT == NVFP4) {
+      uint32_t any = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) any |= large(scales[half * 4 + i]);
+      if (!__any_sync(~0u, any != 0)) return decode_half<LAYOUT, true>(to, half, from, low, high);
+    }
+    return decode_half<LAYOUT>(to, half, from, low, high);
   }
 
   __device__ __forceinline__ void copy_q(const uint8_t* q, long long q_row, long long q_head, int of) {
@@ -315,8 +338,8 @@ struct Producer {
       for (int half = 0; half < 2; ++half) {
         barrier_wait(&shared.empty[buffer][half], turn ^ 1);
         uint8_t* to = shared.kv[buffer] + half * HALF_BYTES;
-        const uint32_t bad = near ? decode_half<WINDOW>(to, half, window, held_low, held_high)
-                                  : decode_half<COMPRESSED>(to, half, compressed, held_low, held_high);
+        const uint32_t bad = near ? decode_records<WINDOW>(to, half, window, held_low, held_high)
+                                  : decode_records<COMPRESSED>(to, half, compressed, held_low, held_high);
         if (first && half == 0) {
           if (number > 1) {
             barrier_wait(&shared.q_empty, number & 1);
@@ -345,10 +368,10 @@ __device__ __forceinline__ uint32_t pair(float low, float high) {
 
 // Adds weights (a thread's A fragments of four k steps) times this half of a tile's values to the output.
 __device__ __forceinline__ void add_values(float (&out)[128], uint32_t (&weights)[4][4], uint32_t tile, bool first) {
+  const uint64_t values = tile_descriptor(tile, COLUMN_BYTES, 1024);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 4; ++k)
-    wgmma_bf16_rs_t(out, weights[k], tile_descriptor(tile + k * 2048, COLUMN_BYTES, 1024), k > 0 || !first);
+  for (int k = 0; k < 4; ++k) wgmma_bf16_rs_t(out, weights[k], values + k * (2048 >> 4), k > 0 || !first);
   wgmma_commit();
   wgmma_wait<0>();
   keep(out);
@@ -410,7 +433,7 @@ __device__ __forceinline__ void write_out(float (&out)[128], float2 factor, cons
 __device__ __forceinline__ void consume_scores(const Work& work, Shared& shared, const Result& result,
                                                const float* sink, float* lse, float scale) {
   const int thread = threadIdx.x & 127, lane = threadIdx.x & 31, row = (thread >> 5) * 16 + (lane >> 2);
-  const uint32_t q = smem_address(shared.q);
+  const uint64_t q = tile_descriptor(smem_address(shared.q));
   const float scale_2 = scale * 1.44269504088896340736f;
   float out[128];
   int buffer = 0, turn = 0, sent = 0, sent_turn = 0, number = 0;
@@ -419,7 +442,7 @@ __device__ __forceinline__ void consume_scores(const Work& work, Shared& shared,
     float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
     bool first = true, last;
     do {
-      const uint32_t tile = smem_address(shared.kv[buffer]);
+      const uint64_t tile = tile_descriptor(smem_address(shared.kv[buffer]));
       float s[32];
       barrier_wait(&shared.full[buffer][0], turn);
       const unsigned long long keys = shared.rows[buffer][0].keys;
@@ -430,8 +453,8 @@ __device__ __forceinline__ void consume_scores(const Work& work, Shared& shared,
         if (half) barrier_wait(&shared.full[buffer][1], turn);
 #pragma unroll
         for (int k = half * 16; k < half * 16 + 16; ++k) {
-          const uint32_t at = (k >> 2) * COLUMN_BYTES + (k & 3) * 32;
-          wgmma_bf16_ss(s, tile_descriptor(q + at), tile_descriptor(tile + at), k > 0);
+          const uint32_t at = ((k >> 2) * COLUMN_BYTES + (k & 3) * 32) >> 4;  // descriptors count in 16 bytes
+          wgmma_bf16_ss(s, q + at, tile + at, k > 0);
         }
       }
       wgmma_commit();
@@ -440,8 +463,6 @@ __device__ __forceinline__ void consume_scores(const Work& work, Shared& shared,
       if (last) warp_arrive(&shared.q_empty);
       // Softmax: element i is key 8 * (i / 4) + 2 * (lane % 4) + i % 2 of row (i & 2 ? row + 8 : row).
       float new_top[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-      for (int i = 0; i < 32; ++i) s[i] *= scale_2;
       if (keys != ~0ull) {
         const unsigned long long mine = keys >> 2 * (lane & 3);
 #pragma unroll
@@ -456,7 +477,7 @@ __device__ __forceinline__ void consume_scores(const Work& work, Shared& shared,
       for (int r = 0; r < 2; ++r) {
         new_top[r] = fmaxf(new_top[r], __shfl_xor_sync(~0u, new_top[r], 1));
         new_top[r] = fmaxf(new_top[r], __shfl_xor_sync(~0u, new_top[r], 2));
-        new_top[r] = fmaxf(top[r], new_top[r]);
+        new_top[r] = fmaxf(top[r], new_top[r] * scale_2);
         base[r] = new_top[r] == -INFINITY ? 0.f : new_top[r];
       }
       rescale.x = exp2f(top[0] - base[0]), rescale.y = exp2f(top[1] - base[1]);
@@ -464,7 +485,7 @@ __device__ __forceinline__ void consume_scores(const Work& work, Shared& shared,
       float added[2] = {0, 0};
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
-        s[i] = exp2f(s[i] - base[i >> 1 & 1]);
+        s[i] = exp2f(fmaf(s[i], scale_2, -base[i >> 1 & 1]));
         added[i >> 1 & 1] += s[i];
       }
       sum[0] = sum[0] * rescale.x + added[0], sum[1] = sum[1] * rescale.y + added[1];
@@ -481,7 +502,7 @@ __device__ __forceinline__ void consume_scores(const Work& work, Shared& shared,
       warp_arrive(&shared.sent[sent]);
       sent ^= 1, sent_turn ^= sent == 0;
       if (!first && __any_sync(~0u, rescale.x != 1 || rescale.y != 1)) scale_rows(out, rescale);
-      add_values(out, weights, tile, first);
+      add_values(out, weights, smem_address(shared.kv[buffer]), first);
       warp_arrive(&shared.empty[buffer][0]);
       buffer ^= 1, turn ^= buffer == 0;
       first = false;
@@ -578,10 +599,11 @@ __device__ __forceinline__ void attend(Address q, long long q_row, long long q_h
   __syncthreads();
   const Records near = {window.as<const uint8_t>(), window_stride, static_cast<uint32_t>(window_page),
                         static_cast<uint32_t>(window_slots), window_ids.as<const int>(), window_ids_stride,
-                        window_count};
+                        window_count, shift_of(window_page)};
   const Records far = {compressed.as<const uint8_t>(), compressed_stride,
                        static_cast<uint32_t>(compressed_page), static_cast<uint32_t>(compressed_slots),
-                       compressed_ids.as<const int>(), compressed_ids_stride, compressed_count};
+                       compressed_ids.as<const int>(), compressed_ids_stride, compressed_count,
+                       shift_of(compressed_page)};
   Work work;
   work.rows = rows, work.heads = heads, work.head_tiles = (heads + HEADS - 1) / HEADS, work.splits = splits;
   work.window_tiles = (window_count + KEYS - 1) / KEYS;
@@ -592,8 +614,9 @@ __device__ __forceinline__ void attend(Address q, long long q_row, long long q_h
   result.partial = scratch.as<float>();
   result.partial_sums = result.partial + static_cast<size_t>(rows) * splits * heads * WIDTH;
   const int group = threadIdx.x >> 7;
+  // The three counts add up to what 384 threads are launched with, 3 x 168; more would wait for ever.
   if (group == 0) {
-    registers_grow<216>();
+    registers_grow<208>();
     consume_scores(work, shared, result, sink.as<const float>(), lse.as<float>(), scale);
   } else if (group == 1) {
     registers_grow<176>();
