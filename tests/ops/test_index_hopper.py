@@ -34,7 +34,14 @@ def ints(values: Any) -> torch.Tensor:
 class Scene:
     """Requests with ``entries`` keys each in scattered pages of a strided pool; all other bytes are 255."""
 
-    def __init__(self, layout: str, entries: list[int], rows: list[tuple[int, int]], heads: int = HEADS, page: int = PAGE):
+    def __init__(
+        self,
+        layout: str,
+        entries: list[int],
+        rows: list[tuple[int, int]],
+        heads: int = HEADS,
+        page: int = PAGE,
+    ):
         self.layout, self.page, size = layout, page, BYTES[layout] * page
         held = [-(-n // page) for n in entries]
         count = sum(held) + 3
@@ -47,7 +54,9 @@ class Scene:
             at += held[r]
             if n:
                 # Group scales of a key differ; some groups and keys are zero, one is far out of range.
-                x = torch.randn(n, DIM) * torch.exp2(torch.randint(-2, 3, (n, 4)).float()).repeat_interleave(32, 1)
+                x = torch.randn(n, DIM) * torch.exp2(torch.randint(-2, 3, (n, 4)).float()).repeat_interleave(
+                    32, 1
+                )
                 x[1::97], x[3::89, :32] = 0, 0
                 x[5::101, 64:96] *= 2.0**30
                 ref_cache.write_rows(self.pages, layout, self.slots(r, n), x.bfloat16())
@@ -79,15 +88,41 @@ class Scene:
         publish, restrict, select = blocks > 0, candidates is not None, not scores
         if GPU:
             scratch = torch.full((16 << 20,), 255, dtype=torch.uint8, device=DEVICE)
-            few = [*self.args(), None if candidates is None else candidates.to(DEVICE), block_size, ids, new, scratch]
+            few = [
+                *self.args(),
+                None if candidates is None else candidates.to(DEVICE),
+                block_size,
+                ids,
+                new,
+                scratch,
+            ]
             tilelang_cuda.launch(*few, select=select, together=together)
             return ids.cpu(), new.cpu()
         lists, kernel = 2 * grid * together, tilelang_cuda
-        scratch = torch.full((lists * (8 * (ROOM + (BLOCK_ROOM if publish else 0)) + 8),), 255, dtype=torch.uint8)
+        scratch = torch.full(
+            (lists * (8 * (ROOM + (BLOCK_ROOM if publish else 0)) + 8),), 255, dtype=torch.uint8
+        )
         text = kernel.source("index_topk.cuh", widths=tuple(sorted({32, 32 * together})))
         named = 0 if candidates is None else candidates.shape[1]
-        sizes = [tokens, heads, *self.table.shape, self.table.stride(0), self.page, len(self.pages), self.pages.stride(0)]
-        q = [self.q, self.q_scale, self.weights, self.request, self.visible, self.pool, self.table, candidates]
+        sizes = [
+            tokens,
+            heads,
+            *self.table.shape,
+            self.table.stride(0),
+            self.page,
+            len(self.pages),
+            self.pages.stride(0),
+        ]
+        q = [
+            self.q,
+            self.q_scale,
+            self.weights,
+            self.request,
+            self.visible,
+            self.pool,
+            self.table,
+            candidates,
+        ]
         out = [ids, new if publish else None, scratch]
         cuda_emu.emulate(
             text, kernel.scan_call(self.layout, together, publish, restrict, select),
@@ -109,8 +144,14 @@ class Scene:
         width = self.table.shape[1] * self.page
         scores, _ = self.launch(width, scores=True, **keys)
         for t, (r, n) in enumerate(zip(self.request.tolist(), self.visible.tolist(), strict=True)):
-            held = self.slots(r, width) >= 0 if 0 <= r < len(self.table) else torch.zeros(width, dtype=torch.bool)
-            assert (scores[t, n:] == 77).all() and (scores[t, :n][~held[:n]] == 77).all(), "wrote what is not visible"
+            held = (
+                self.slots(r, width) >= 0
+                if 0 <= r < len(self.table)
+                else torch.zeros(width, dtype=torch.bool)
+            )
+            assert (scores[t, n:] == 77).all() and (scores[t, :n][~held[:n]] == 77).all(), (
+                "wrote what is not visible"
+            )
             scores[t, ~held] = -torch.inf
             scores[t, n:] = -torch.inf
         return scores
@@ -128,7 +169,10 @@ def best_blocks(score: torch.Tensor, visible: torch.Tensor, size: int, count: in
     return ids
 
 
-ROWS = {1: [(0, 513), (1, 512), (2, 0), (0, 511), (-1, 9), (3, 1)], 4: [(0, 513), (0, 400), (0, 512), (1, 512), (1, 1), (-1, 9), (2, 0)]}
+ROWS = {
+    1: [(0, 513), (1, 512), (2, 0), (0, 511), (-1, 9), (3, 1)],
+    4: [(0, 513), (0, 400), (0, 512), (1, 512), (1, 1), (-1, 9), (2, 0)],
+}
 ENTRIES = [520, 512, 30, 1]
 
 
@@ -198,7 +242,7 @@ def test_cutting_the_list() -> None:
     """Longer than the list in shared memory, scores ascending, so that every entry passes the bar; and one
     tie after another.
     """
-    n = 70_000 if GPU else 4300
+    n = 70_000 if GPU else 2600
     for kind in ("ascending", "equal"):
         scene = Scene("mxfp4", [n], [(0, n)], heads=1)
         x = torch.zeros(n, DIM)
@@ -226,7 +270,9 @@ def test_queries_that_e4m3_cannot_hold() -> None:
     assert torch.allclose(score[0, :90].double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
 
 
-def run_topk(scores: torch.Tensor, lens: torch.Tensor, k: int, schedule: str = "late", grid: int = 3) -> torch.Tensor:
+def run_topk(
+    scores: torch.Tensor, lens: torch.Tensor, k: int, schedule: str = "late", grid: int = 3
+) -> torch.Tensor:
     if GPU:
         return ops.topk(scores.to(DEVICE), lens.to(DEVICE), k=k).cpu()
     rows, width = scores.shape
@@ -235,7 +281,12 @@ def run_topk(scores: torch.Tensor, lens: torch.Tensor, k: int, schedule: str = "
     size, text = tilelang_cuda.TOPK_BYTES, tilelang_cuda.source("topk.cuh")
     keys: dict[str, Any] = {"grid": grid, "threads": 256, "shared_bytes": size, "schedules": (schedule,)}
     few = [ids, scratch, rows, width]
-    cuda_emu.emulate(text, f"topk_rows::scan<{size}>", [scores, lens, *few, scores.stride(0), k, grid, cuda_emu.SHARED], **keys)
+    cuda_emu.emulate(
+        text,
+        f"topk_rows::scan<{size}>",
+        [scores, lens, *few, scores.stride(0), k, grid, cuda_emu.SHARED],
+        **keys,
+    )
     cuda_emu.emulate(text, f"topk_rows::merge<{size}>", [lens, *few, k, grid, cuda_emu.SHARED], **keys)
     return ids
 
@@ -259,7 +310,10 @@ def test_topk(schedule: str) -> None:
 def test_index_query() -> None:
     x = torch.randn(3, 6, DIM).bfloat16()[:, :5]
     cos, sin = rope_table(torch.arange(3) * 999, 64, 160_000.0, 16.0)
-    want_values, want_scale = torch.empty(3, 5, 64, dtype=torch.uint8), torch.empty(3, 5, 4, dtype=torch.uint8)
+    want_values, want_scale = (
+        torch.empty(3, 5, 64, dtype=torch.uint8),
+        torch.empty(3, 5, 4, dtype=torch.uint8),
+    )
     ref.index_query(x, cos, sin, want_values, want_scale)
     values, scale = torch.full_like(want_values, 77), torch.full_like(want_scale, 77)
     if GPU:

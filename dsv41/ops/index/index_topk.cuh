@@ -17,8 +17,9 @@ constexpr int kTile = 128;   // keys a tile: two products of 64 rows
 constexpr int kQuad = 4;     // keys that always lie together: the least page and the least candidate block
 constexpr int kThreads = 288;
 constexpr int kGroups = 2;   // of four warps
-constexpr int kListRoom = 512;
-constexpr int kBlockRoom = 2048;
+constexpr int kMost = 512, kBlockMost = 2048;  // entries and blocks of a query
+constexpr int kSlack = 256, kBlockSlack = 512;  // more of them in lists that are merged later
+constexpr int kListRoom = kMost + kSlack, kBlockRoom = kBlockMost + kBlockSlack;
 constexpr int kLeast = 8;    // tiles a block at least
 
 enum Format { kMXFP4 = 0, kFP8 = 1 };
@@ -683,13 +684,14 @@ __device__ void scan(const void* q, const void* q_scale, const void* weights, co
         for (int i = 1; i < NQ; ++i)
           if (m == i) count = base[i], block_count = block_base[i];
         uint64_t bar;
-        if (count > k) count = choose::cut<S::kCap / 256>(s.list[m], count, k, 0, s.work, tid, bar);
-        if (PUBLISH && block_count > num_blocks)
-          block_count = choose::cut<S::kBlockCap / 256>(s.block_list[m], block_count, num_blocks, 0, s.work, tid, bar);
+        const int slack = whole ? 0 : kSlack, block_slack = whole ? 0 : kBlockSlack;
+        if (count > k + slack) count = choose::cut<S::kCap / 256>(s.list[m], count, k, slack, s.work, tid, bar);
+        if (PUBLISH && block_count > num_blocks + block_slack)
+          block_count = choose::cut<S::kBlockCap / 256>(s.block_list[m], block_count, num_blocks, block_slack, s.work, tid, bar);
         if (whole) {
-          choose::write_sorted<kListRoom>(s.list[m], count, k, args.ids + t * k, tid);
+          choose::write_sorted<kMost>(s.list[m], count, k, args.ids + t * k, tid);
           if (PUBLISH)
-            choose::write_sorted<kBlockRoom>(s.block_list[m], block_count, num_blocks, args.blocks + t * num_blocks, tid);
+            choose::write_sorted<kBlockMost>(s.block_list[m], block_count, num_blocks, args.blocks + t * num_blocks, tid);
           continue;
         }
         const int list = slot * NQ + m;
@@ -735,12 +737,12 @@ __device__ void merge(const void* requests, const void* visible, void* ids, void
   if (found.unit < 0 || t >= tokens) return;
   int count = choose::merge_lists<kMergeCap>(args.lists, args.counts, kListRoom, found.first, found.last, member, NQ,
                                              kListRoom, k, s.list, s.counters, s.work, tid);
-  choose::write_sorted<kListRoom>(s.list, count, k, args.ids + t * k, tid);
+  choose::write_sorted<kMost>(s.list, count, k, args.ids + t * k, tid);
   if constexpr (PUBLISH) {
     count = choose::merge_lists<kBlockMergeCap>(args.lists + static_cast<int64_t>(lists) * kListRoom,
                                                 args.counts + lists, kBlockRoom, found.first, found.last, member, NQ,
                                                 kBlockRoom, num_blocks, s.list, s.counters, s.work, tid);
-    choose::write_sorted<kBlockRoom>(s.list, count, num_blocks, args.blocks + t * num_blocks, tid);
+    choose::write_sorted<kBlockMost>(s.list, count, num_blocks, args.blocks + t * num_blocks, tid);
   }
 }
 

@@ -45,6 +45,25 @@ __device__ __forceinline__ void append(uint64_t* list, int base, int* count, boo
   if (pass) list[base + first + __popc(votes & ((1u << lane) - 1))] = key;
 }
 
+// The same for N keys a lane, bit i of `pass` for key i.
+template <int N>
+__device__ __forceinline__ void append_all(uint64_t* list, int base, int* count, uint32_t pass, const uint64_t (&keys)[N],
+                                           int lane) {
+  if (!__any_sync(0xFFFFFFFFu, pass != 0)) return;
+  int upto = __popc(pass);
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    int other = __shfl_up_sync(0xFFFFFFFFu, upto, step);
+    if (lane >= step) upto += other;
+  }
+  int first = 0;
+  if (lane == 31) first = atomicAdd(count, upto);
+  first = base + __shfl_sync(0xFFFFFFFFu, first, 31) + upto - __popc(pass);
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (pass >> i & 1) list[first++] = keys[i];
+}
+
 // Cuts the list to its best k, up to `slack` more: whatever saves another pass. Returns how many are left; new
 // keys have to beat `bar`. All threads, count > k.
 template <int PER>
@@ -114,37 +133,67 @@ __device__ int cut(uint64_t* list, int count, int k, int slack, Work& work, int 
     low = edge;
   }
   bar = low - 1;
+  uint32_t stays = 0;
 #pragma unroll
-  for (int i = 0; i < PER; ++i) append(list, 0, &work.kept, mine[i] >= low, mine[i], lane);
+  for (int i = 0; i < PER; ++i) stays |= static_cast<uint32_t>(mine[i] >= low) << i;
+  append_all(list, 0, &work.kept, stays, mine, lane);
   sync();
   return left;
 }
 
-// Writes the indices of a list of at most `size` keys, ascending, then -1, into out[0, k); the list is spent.
+// Writes the indices of a list of at most SIZE keys, ascending, then -1, into out[0, k); the list is spent. A
+// bitonic sort: element warp * 32 * PER + 32 * j + lane is value j of a lane.
 template <int SIZE>
 __device__ void write_sorted(uint64_t* list, int count, int k, int* out, int tid) {
-  constexpr int PER = SIZE < kThreads ? 1 : SIZE / kThreads;
+  constexpr int PER = SIZE / kThreads;
+  static_assert(PER >= 1 && SIZE % kThreads == 0);
   uint32_t* ids = reinterpret_cast<uint32_t*>(list);
+  const int first = tid / 32 * 32 * PER + tid % 32;
   uint32_t mine[PER];
 #pragma unroll
   for (int i = 0; i < PER; ++i) {
-    int at = i * kThreads + tid;
+    int at = first + 32 * i;
     mine[i] = at < count ? static_cast<uint32_t>(index_of(list[at])) : 0xFFFFFFFFu;
   }
-  sync();
 #pragma unroll
-  for (int i = 0; i < PER; ++i) ids[i * kThreads + tid] = mine[i];
-  sync();
-  for (int size = 2; size <= SIZE; size *= 2)
+  for (int size = 2; size <= SIZE; size *= 2) {
+#pragma unroll
     for (int stride = size / 2; stride > 0; stride /= 2) {
-      for (int pair = tid; pair < SIZE / 2; pair += kThreads) {
-        int a = 2 * stride * (pair / stride) + pair % stride, b = a + stride;
-        uint32_t x = ids[a], y = ids[b];
-        if ((x > y) == ((a & size) == 0)) ids[a] = y, ids[b] = x;
+      if (stride >= 32 * PER) {
+        sync();
+#pragma unroll
+        for (int i = 0; i < PER; ++i) ids[first + 32 * i] = mine[i];
+        sync();
+#pragma unroll
+        for (int i = 0; i < PER; ++i) {
+          const int at = first + 32 * i;
+          const uint32_t other = ids[at ^ stride];
+          const bool least = ((at & stride) == 0) == ((at & size) == 0);
+          mine[i] = (other < mine[i]) == least ? other : mine[i];
+        }
+      } else if (stride >= 32) {
+#pragma unroll
+        for (int i = 0; i < PER; ++i)
+          if ((i & stride / 32) == 0) {
+            const int partner = i | stride / 32;
+            const uint32_t a = mine[i], b = mine[partner];
+            const bool swap = (a > b) == (((first + 32 * i) & size) == 0);
+            mine[i] = swap ? b : a, mine[partner] = swap ? a : b;
+          }
+      } else {
+#pragma unroll
+        for (int i = 0; i < PER; ++i) {
+          const int at = first + 32 * i;
+          const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, mine[i], stride);
+          const bool least = ((at & stride) == 0) == ((at & size) == 0);
+          mine[i] = (other < mine[i]) == least ? other : mine[i];
+        }
       }
-      sync();
     }
-  for (int i = tid; i < k; i += kThreads) out[i] = static_cast<int>(ids[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < PER; ++i)
+    if (first + 32 * i < k) out[first + 32 * i] = static_cast<int>(mine[i]);
   sync();
 }
 
@@ -163,8 +212,8 @@ template <class Tiles>
 __device__ void find_share(const Tiles& tiles_of, int units, int block, int blocks, int least, int* sums,
                            Share* share, int tid, int threads) {
   const int warp = tid / 32, lane = tid % 32, warps = threads / 32;
-  int total = 0;
-  for (int u = tid; u < units; u += threads) total += tiles_of(u);
+  int total = 0, kept = 0;
+  for (int u = tid; u < units; u += threads) total += kept = tiles_of(u);
   for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, step);
   if (lane == 0) sums[warp] = total;
   if (tid == 0) share->unit = -1;
@@ -176,7 +225,7 @@ __device__ void find_share(const Tiles& tiles_of, int units, int block, int bloc
   const int first = block * each;
   int running = 0;
   for (int start = 0; start < units && running <= first && first < total; start += threads) {
-    int u = start + tid, mine = u < units ? tiles_of(u) : 0, upto = mine;
+    int u = start + tid, mine = units <= threads ? kept : u < units ? tiles_of(u) : 0, upto = mine;
     for (int step = 1; step < 32; step *= 2) {
       int other = __shfl_up_sync(0xFFFFFFFFu, upto, step);
       if (lane >= step) upto += other;
@@ -232,12 +281,15 @@ __device__ int merge_lists(const uint64_t* lists, const int* counts, int stride,
       }
     }
     int* count = &counters[round % 3];
+    uint32_t pass = 0;
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) append(kept, base, count, keys[i] > bar, keys[i], lane);
+    for (int i = 0; i < AT_ONCE; ++i) pass |= static_cast<uint32_t>(keys[i] > bar) << i;
+    append_all(kept, base, count, pass, keys, lane);
     sync();
     base += *count;
     if (tid == 0) counters[(round + 2) % 3] = 0;
-    if (base > CAP - AT_ONCE * kThreads) base = cut<CAP / kThreads>(kept, base, k, CAP / 16, work, tid, bar);
+    if (base > CAP - AT_ONCE * kThreads && start + AT_ONCE * kThreads < pieces)
+      base = cut<CAP / kThreads>(kept, base, k, CAP / 16, work, tid, bar);
   }
   if (base > k) base = cut<CAP / kThreads>(kept, base, k, 0, work, tid, bar);
   sync();

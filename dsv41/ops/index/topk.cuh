@@ -5,7 +5,9 @@
 namespace topk_rows {
 
 constexpr int kTile = 2048;  // scores that a block looks at in one step: eight a thread
-constexpr int kRoom = 512;
+constexpr int kMost = 512;   // entries a row
+constexpr int kSlack = 256;  // more of them in a list that is merged later
+constexpr int kRoom = kMost + kSlack;
 constexpr int kCap = 4096;
 
 struct Rows {
@@ -67,23 +69,28 @@ __device__ void scan(const void* scores_, const void* lens, void* ids_, void* sc
       if (tile + 1 < end)
         for (int half = 0; half < 2; ++half)
           load_4(row, (tile + 1) * kTile + half * 1024 + 4 * tid, length, aligned, next + 4 * half);
+      uint64_t keys[8];
+      uint32_t pass = 0;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const uint32_t order = choose::ordered(x[i]);
-        const uint64_t key = choose::key_of(order, tile * kTile + i / 4 * 1024 + 4 * tid + i % 4);
-        choose::append(s.list, base, &s.count[round % 3], choose::passes(order, key, bar), key, lane);
+        keys[i] = choose::key_of(order, tile * kTile + i / 4 * 1024 + 4 * tid + i % 4);
+        pass |= static_cast<uint32_t>(choose::passes(order, keys[i], bar)) << i;
       }
+      choose::append_all(s.list, base, &s.count[round % 3], pass, keys, lane);
       choose::sync();
       base += s.count[round % 3];
       if (tid == 0) s.count[(round + 2) % 3] = 0;
-      if (base > kCap - kTile) base = choose::cut<kCap / 256>(s.list, base, k, 128, s.work, tid, bar);
+      if (base > kCap - kTile && tile + 1 < end) base = choose::cut<kCap / 256>(s.list, base, k, 128, s.work, tid, bar);
 #pragma unroll
       for (int i = 0; i < 8; ++i) x[i] = next[i];
     }
-    if (base > k) base = choose::cut<kCap / 256>(s.list, base, k, 0, s.work, tid, bar);
-    if (offset == 0 && end == tiles) {
+    const bool whole = offset == 0 && end == tiles;
+    if (base > k + (whole ? 0 : kSlack))
+      base = choose::cut<kCap / 256>(s.list, base, k, whole ? 0 : kSlack, s.work, tid, bar);
+    if (whole) {
       choose::sync();
-      choose::write_sorted<kRoom>(s.list, base, k, static_cast<int*>(ids_) + static_cast<int64_t>(unit) * k, tid);
+      choose::write_sorted<kMost>(s.list, base, k, static_cast<int*>(ids_) + static_cast<int64_t>(unit) * k, tid);
     } else {
       choose::sync();
       const int list = 2 * block + (offset == 0 ? 1 : 0);
@@ -107,7 +114,7 @@ __device__ void merge(const void* lens, void* ids, void* scratch, int rows, int 
   if (found.unit < 0) return;
   int count = choose::merge_lists<kCap>(lists, counts, kRoom, found.first, found.last, 0, 1, kRoom, k, s.list,
                                         s.count, s.work, tid);
-  choose::write_sorted<kRoom>(s.list, count, k, static_cast<int*>(ids) + static_cast<int64_t>(found.unit) * k, tid);
+  choose::write_sorted<kMost>(s.list, count, k, static_cast<int*>(ids) + static_cast<int64_t>(found.unit) * k, tid);
 }
 
 }  // namespace topk_rows
