@@ -22,7 +22,7 @@ if lowering.nvcc() is None or lowering.cuobjdump() is None:
     pytest.skip("needs nvcc and cuobjdump", allow_module_level=True)
 
 CFG = V41FlashConfig()
-# Bytes of spills that were seen and left: registers that wgmma needs all at once. Lower them, never raise them.
+# Bytes of spills that were seen and left: wgmma needs many registers at once. Lower them, never raise them.
 SPILLS: dict[str, dict[str, int]] = {
     "dsv41.ops.attn.tilelang_cuda": {"_attend": 64},
     "dsv41.ops.index.tilelang_cuda": {"_scan": 128},

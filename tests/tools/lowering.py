@@ -98,7 +98,7 @@ def lower_tilelang(module: str, builder: Any, args: tuple[Any, ...], arch: str |
 
     func, configs, own = program(module, builder, args)
     arch = arch or own
-    target = determine_target({"kind": "cuda", "arch": arch}, return_object=True)
+    target: Any = determine_target({"kind": "cuda", "arch": arch}, return_object=True)
     passes = {getattr(tilelang.PassConfigKey, k).value: v for k, v in configs.items()}
     with tvm.transform.PassContext(opt_level=3, config=passes), target:
         source = tilelang.lower(func, target=target).kernel_source
