@@ -1,8 +1,8 @@
 """`python -m dsv41 bench index`: index scores, top 512 and both fused, on a CUDA device, beside their peers.
 
-Parity first, then the median time of a launch within a CUDA graph. Keys are far larger than the L2 cache; the
-scores of the stand-alone selection rotate among copies for the same reason. Peers run in the same process when
-they are importable: DeepGEMM (``deep_gemm``) on FP8 keys, and ``torch.topk``.
+Parity first, then the median time of a launch within a CUDA graph. Keys are far larger than the L2 cache;
+the scores of the stand-alone selection rotate among copies for the same reason. Peers run in the same process
+when they are importable: DeepGEMM (``deep_gemm``) on FP8 keys, and ``torch.topk``.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ def _cases(keys: int, peers: bool, scores: bool) -> list[dict[str, Any]]:
     us = graph_us([lambda x=x: ops.topk(x, lens, k=TOP_K, out=ids, scratch=case.scratch) for x in copies])
     # torch.topk asks for memory inside, which a graph gives it.
     peer_topk = graph_us([lambda x=x: torch.topk(x, TOP_K, dim=1) for x in copies]) if peers else None
-    rows.append(_row(f"topk {TOP_K} of {REQUESTS} x {keys}", us, peer_topk, TBps=size * 4 / us / 1e6, parity=same))
+    rows.append(
+        _row(f"topk {TOP_K} of {REQUESTS} x {keys}", us, peer_topk, TBps=size * 4 / us / 1e6, parity=same)
+    )
     both = peer_scores + peer_topk if peer_scores is not None and peer_topk is not None else None
     us = graph_us([case.fused] * 4)
     extra = {"TBps": size * 68 / us / 1e6, "scratch": case.scratch.numel()}

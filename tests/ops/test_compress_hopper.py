@@ -1,4 +1,4 @@
-"""The Hopper cache writers: bit-equal to the reference, in the emulator on a CPU and through the ops on a GPU."""
+"""The Hopper cache writers: the bits of the reference, in the emulator on a CPU, through the ops on a GPU."""
 
 from typing import Any
 
@@ -59,8 +59,8 @@ def test_write_cache(layout: str, dim: int, norm: bool, rounded: bool) -> None:
     pages = strided(got, 3, width)
     if GPU:
         keys: dict[str, Any] = {"norm_weight": weight.to(DEVICE), "eps": 1e-6} if weight is not None else {}
-        few = [y.to(DEVICE) for y in (x, cos, sin, slots)]
-        ops.write_cache(*few, PagedKV(pages, Record(layout, dim)), round_rope=rounded, **keys)
+        a, b, c, d = (y.to(DEVICE) for y in (x, cos, sin, slots))
+        ops.write_cache(a, b, c, d, PagedKV(pages, Record(layout, dim)), round_rope=rounded, **keys)
     else:
         few = [x, x.stride(0), weight, 1e-6, cos, sin, cos.stride(0), sin.stride(0), slots, rows]
         name = tilelang_cuda.write_name(layout, dim, norm, rounded, 32)
@@ -83,17 +83,24 @@ def test_pairs(trial: int) -> None:
     ids.append(7)  # a request that is not there
     positions.append(3)
     rows, carry = torch.randn(len(ids), 2 * dim), torch.randn(requests, slots, 2 * dim)
-    got_carry, got = carry.clone().to(DEVICE), torch.full((len(ids), dim), torch.nan, dtype=BF16, device=DEVICE)
+    got_carry, got = (
+        carry.clone().to(DEVICE),
+        torch.full((len(ids), dim), torch.nan, dtype=BF16, device=DEVICE),
+    )
     want = torch.empty(len(ids), dim, dtype=BF16)
     ref_compress.compress_pairs(rows, ints(*ids), ints(*positions), carry, want)
     if GPU:
-        few = [y.to(DEVICE) for y in (rows, ints(*ids), ints(*positions))]
-        ops.compress_pairs(*few, got_carry, out=got)
+        a, b, c = (y.to(DEVICE) for y in (rows, ints(*ids), ints(*positions)))
+        ops.compress_pairs(a, b, c, got_carry, out=got)
     else:
         strides = [got_carry.stride(0), got_carry.stride(1), requests, slots]
         few = [rows, rows.stride(0), ints(*ids), ints(*positions), len(ids), got_carry, *strides]
         cuda_emu.emulate(
-            tilelang_cuda.source(), "records::pairs", [*few, got, got.stride(0), dim], grid=len(ids), threads=128
+            tilelang_cuda.source(),
+            "records::pairs",
+            [*few, got, got.stride(0), dim],
+            grid=len(ids),
+            threads=128,
         )
     assert torch.equal(got_carry.cpu(), carry)
     torch.testing.assert_close(got.cpu(), want, rtol=2.0**-7, atol=1e-6)

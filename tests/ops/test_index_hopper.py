@@ -78,9 +78,17 @@ class Scene:
         return [x.to(DEVICE) for x in moved[:5]] + [moved[5], self.layout, self.table.to(DEVICE)]
 
     def launch(
-        self, k: int, *, together: int = 1, blocks: int = 0, candidates: torch.Tensor | None = None, block_size: int = 8,
-        scores: bool = False, schedule: str = "late", grid: int = 3,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        k: int,
+        *,
+        together: int = 1,
+        blocks: int = 0,
+        candidates: torch.Tensor | None = None,
+        block_size: int = 8,
+        scores: bool = False,
+        schedule: str = "late",
+        grid: int = 3,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids or scores, published blocks) of the kernels; `grid` counts in the emulator only."""
         tokens, heads = self.weights.shape
         ids = torch.full((tokens, k), 77, dtype=torch.float32 if scores else torch.int32, device=DEVICE)
@@ -102,7 +110,7 @@ class Scene:
         scratch = torch.full(
             (lists * (8 * (ROOM + (BLOCK_ROOM if publish else 0)) + 8),), 255, dtype=torch.uint8
         )
-        text = kernel.source("index_topk.cuh", widths=tuple(sorted({32, 32 * together})))
+        text = kernel.source("index_score.cuh", "index_topk.cuh", widths=tuple(sorted({32, 32 * together})))
         named = 0 if candidates is None else candidates.shape[1]
         sizes = [
             tokens,
@@ -125,18 +133,39 @@ class Scene:
         ]
         out = [ids, new if publish else None, scratch]
         cuda_emu.emulate(
-            text, kernel.scan_call(self.layout, together, publish, restrict, select),
-            [*q, *out, *sizes, named, blocks, block_size, k, grid, cuda_emu.SHARED], grid=grid, threads=288,
-            shared_bytes=kernel.shared_bytes(self.layout, together, publish), schedules=(schedule,),
+            text,
+            kernel.scan_call(self.layout, together, publish, restrict, select),
+            [*q, *out, *sizes, named, blocks, block_size, k, grid, cuda_emu.SHARED],
+            grid=grid,
+            threads=288,
+            shared_bytes=kernel.shared_bytes(self.layout, together, publish),
+            schedules=(schedule,),
             uninitialised="allow",
-        )  # fmt: skip
+        )
         if select:
             cuda_emu.emulate(
-                text, kernel.merge_call(together, publish, restrict),
-                [self.request, self.visible, *out, tokens, *self.table.shape, self.page, named, blocks, block_size, k,
-                 grid, cuda_emu.SHARED], grid=(grid, together), threads=256,
-                shared_bytes=kernel.merge_bytes(publish), schedules=(schedule,), uninitialised="allow",
-            )  # fmt: skip
+                text,
+                kernel.merge_call(together, publish, restrict),
+                [
+                    self.request,
+                    self.visible,
+                    *out,
+                    tokens,
+                    *self.table.shape,
+                    self.page,
+                    named,
+                    blocks,
+                    block_size,
+                    k,
+                    grid,
+                    cuda_emu.SHARED,
+                ],
+                grid=(grid, together),
+                threads=256,
+                shared_bytes=kernel.merge_bytes(publish),
+                schedules=(schedule,),
+                uninitialised="allow",
+            )
         return ids, new
 
     def own_scores(self, **keys: Any) -> torch.Tensor:

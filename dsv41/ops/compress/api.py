@@ -19,7 +19,11 @@ def _apart(x: Any, *multiples: int) -> bool:
 def _pairs_hopper(kv_gate: Any, requests: Any, positions: Any, carry: Any, out: Any) -> str | None:
     if out.shape[1] % 4 or not (_apart(kv_gate, 4) and _apart(carry, 4, 4) and _apart(out, 4)):
         return "rows of a multiple of 4 channels, 16 bytes apart"
-    return None if requests.is_contiguous() and positions.is_contiguous() else "contiguous request_ids and positions"
+    return (
+        None
+        if requests.is_contiguous() and positions.is_contiguous()
+        else "contiguous request_ids and positions"
+    )
 
 
 def _write_hopper(
@@ -27,7 +31,9 @@ def _write_hopper(
 ) -> str | None:
     dim = x.shape[1]
     if dim not in (128, 512) or (layout == "v4" and dim != 512) or cos.shape[1] % 4:
-        return f"rows of 128 or 512 values (v4: 512), RoPE on a multiple of 8, got {dim} and {2 * cos.shape[1]}"
+        return (
+            f"rows of 128 or 512 values (v4: 512), RoPE on a multiple of 8, got {dim} and {2 * cos.shape[1]}"
+        )
     if not _apart(x, 8) or (weight is not None and weight.data_ptr() % 16):
         return "rows of x and norm_weight at multiples of 16 bytes"
     least = 16 if layout == "bf16" else 8

@@ -29,7 +29,7 @@ def write_name(layout: str, dim: int, norm: bool, rounded: bool, pairs: int) -> 
 def _write(layout, dim, norm, rounded, pairs, arch):
     text, name = source(), write_name(layout, dim, norm, rounded, pairs)
     count = T.dynamic("count")
-    a, b, c, d, e = (T.dynamic(n) for n in "a b c d e".split())
+    a, b, c, d, e = (T.dynamic(n) for n in ["a", "b", "c", "d", "e"])
 
     @T.prim_func
     def write_records(
@@ -50,10 +50,23 @@ def _write(layout, dim, norm, rounded, pairs, arch):
         with T.Kernel(T.ceildiv(count, WARPS), threads=32 * WARPS) as _:
             T.import_source(text)
             T.call_extern(
-                "handle", name, x.access_ptr("r"), x_stride, weight.access_ptr("r"), eps, cos.access_ptr("r"),
-                sin.access_ptr("r"), cos_stride, sin_stride, slots.access_ptr("r"), count, pages.access_ptr("w"),
-                page_stride, page_size, num_pages,
-            )  # fmt: skip
+                "handle",
+                name,
+                x.access_ptr("r"),
+                x_stride,
+                weight.access_ptr("r"),
+                eps,
+                cos.access_ptr("r"),
+                sin.access_ptr("r"),
+                cos_stride,
+                sin_stride,
+                slots.access_ptr("r"),
+                count,
+                pages.access_ptr("w"),
+                page_stride,
+                page_size,
+                num_pages,
+            )
 
     return build(write_records, arch)
 
@@ -80,10 +93,21 @@ def _copy(arch):
         with T.Kernel(T.ceildiv(count, WARPS), threads=32 * WARPS) as _:
             T.import_source(text)
             T.call_extern(
-                "handle", "records::copy", source_pages.access_ptr("r"), source_stride, source_size, source_count,
-                source_slots.access_ptr("r"), slots.access_ptr("r"), count, pages.access_ptr("w"), page_stride,
-                page_size, num_pages, record,
-            )  # fmt: skip
+                "handle",
+                "records::copy",
+                source_pages.access_ptr("r"),
+                source_stride,
+                source_size,
+                source_count,
+                source_slots.access_ptr("r"),
+                slots.access_ptr("r"),
+                count,
+                pages.access_ptr("w"),
+                page_stride,
+                page_size,
+                num_pages,
+                record,
+            )
 
     return build(copy_rows, arch)
 
@@ -111,10 +135,22 @@ def _pairs(arch):
         with T.Kernel(count, threads=128) as _:
             T.import_source(text)
             T.call_extern(
-                "handle", "records::pairs", rows.access_ptr("r"), row_stride, requests.access_ptr("r"),
-                positions.access_ptr("r"), count, carry.access_ptr("rw"), request_stride, slot_stride,
-                num_requests, ring, out.access_ptr("w"), out_stride, dim,
-            )  # fmt: skip
+                "handle",
+                "records::pairs",
+                rows.access_ptr("r"),
+                row_stride,
+                requests.access_ptr("r"),
+                positions.access_ptr("r"),
+                count,
+                carry.access_ptr("rw"),
+                request_stride,
+                slot_stride,
+                num_requests,
+                ring,
+                out.access_ptr("w"),
+                out_stride,
+                dim,
+            )
 
     return build(compress_rows, arch)
 
@@ -140,9 +176,20 @@ def write_cache(x, norm_weight, eps, cos, sin, slots, round_rope, layout, pages)
         return
     norm, pairs = norm_weight is not None, cos.shape[1]
     _write(layout, x.shape[1], norm, round_rope, pairs, ARCH)(
-        _front(x), _front(norm_weight if norm else x), _front(cos), _front(sin), slots, _front(pages), x.stride(0),
-        eps, cos.stride(0), sin.stride(0), pages.stride(0), pages.shape[1], pages.shape[0],
-    )  # fmt: skip
+        _front(x),
+        _front(norm_weight if norm else x),
+        _front(cos),
+        _front(sin),
+        slots,
+        _front(pages),
+        x.stride(0),
+        eps,
+        cos.stride(0),
+        sin.stride(0),
+        pages.stride(0),
+        pages.shape[1],
+        pages.shape[0],
+    )
 
 
 def copy_records(source, source_slots, slots, pages):
@@ -150,9 +197,18 @@ def copy_records(source, source_slots, slots, pages):
     if slots.shape[0] == 0 or pages.numel() == 0 or source.numel() == 0:
         return
     _copy(ARCH)(
-        _front(source), source_slots, slots, _front(pages), source.stride(0), source.shape[1], source.shape[0],
-        pages.stride(0), pages.shape[1], pages.shape[0], pages.shape[2],
-    )  # fmt: skip
+        _front(source),
+        source_slots,
+        slots,
+        _front(pages),
+        source.stride(0),
+        source.shape[1],
+        source.shape[0],
+        pages.stride(0),
+        pages.shape[1],
+        pages.shape[0],
+        pages.shape[2],
+    )
 
 
 def compress_pairs(kv_gate, request_ids, positions, carry, out):
@@ -160,6 +216,16 @@ def compress_pairs(kv_gate, request_ids, positions, carry, out):
     if kv_gate.shape[0] == 0:
         return
     _pairs(ARCH)(
-        _front(kv_gate), request_ids, positions, _front(carry), _front(out), kv_gate.stride(0), carry.stride(0),
-        carry.stride(1), carry.shape[0], carry.shape[1], out.stride(0), out.shape[1],
-    )  # fmt: skip
+        _front(kv_gate),
+        request_ids,
+        positions,
+        _front(carry),
+        _front(out),
+        kv_gate.stride(0),
+        carry.stride(0),
+        carry.stride(1),
+        carry.shape[0],
+        carry.shape[1],
+        out.stride(0),
+        out.shape[1],
+    )

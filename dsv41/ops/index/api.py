@@ -61,14 +61,27 @@ def _hopper(
     if layout not in ("mxfp4", "fp8"):
         return f"mxfp4 or fp8 keys, got {layout}"
     if keys.shape[1] % 4 or keys.stride(0) % 16 or keys.data_ptr() % 16:
-        return f"pages of a multiple of 4 keys, 16 bytes apart, got {keys.shape[1]} and {keys.stride(0)} bytes"
+        return (
+            f"pages of a multiple of 4 keys, 16 bytes apart, got {keys.shape[1]} and {keys.stride(0)} bytes"
+        )
     if ids.shape[1] > MOST or blocks.shape[1] > MOST_BLOCKS:
         return f"top_k up to {MOST} and num_candidates up to {MOST_BLOCKS}"
-    if candidates is not None or blocks.shape[1]:
-        if block_size not in (4, 8) or keys.shape[1] % block_size:
-            return f"candidate blocks of 4 or 8 within a page, got {block_size} and {keys.shape[1]}"
-    tensors = (q, q_scale, weights, requests, visible, ids, blocks, *(() if candidates is None else (candidates,)))
-    return None if all(x.is_contiguous() for x in tensors) else "contiguous tensors beside keys and page table"
+    blocked = candidates is not None or blocks.shape[1] > 0
+    if blocked and (block_size not in (4, 8) or keys.shape[1] % block_size):
+        return f"candidate blocks of 4 or 8 within a page, got {block_size} and {keys.shape[1]}"
+    tensors = (
+        q,
+        q_scale,
+        weights,
+        requests,
+        visible,
+        ids,
+        blocks,
+        *(() if candidates is None else (candidates,)),
+    )
+    return (
+        None if all(x.is_contiguous() for x in tensors) else "contiguous tensors beside keys and page table"
+    )
 
 
 _QUERY = Op(

@@ -53,11 +53,14 @@ def merge_call(together: int, publish: bool, restrict: bool) -> str:
 
 @compiled
 def _scan(layout, together, publish, restrict, select, arch):
-    text = source("index_topk.cuh", widths=tuple(sorted({32, 32 * together})))
-    call, size = scan_call(layout, together, publish, restrict, select), shared_bytes(layout, together, publish)
+    text = source("index_score.cuh", "index_topk.cuh", widths=tuple(sorted({32, 32 * together})))
+    call, size = (
+        scan_call(layout, together, publish, restrict, select),
+        shared_bytes(layout, together, publish),
+    )
     per_multiprocessor = 2 if 2 * (size + 1024) <= 228 * 1024 else 1
     tokens, heads = T.dynamic("tokens"), T.dynamic("heads")
-    q_bytes, requests_dim, width, chosen, k, blocks = (T.dynamic(n) for n in "q r w c k b".split())
+    q_bytes, requests_dim, width, chosen, k, blocks = (T.dynamic(n) for n in ["q", "r", "w", "c", "k", "b"])
     some, room = T.dynamic("some"), T.dynamic("room")
 
     @T.prim_func
@@ -90,20 +93,41 @@ def _scan(layout, together, publish, restrict, select, arch):
             T.annotate_min_blocks_per_sm(per_multiprocessor)
             shared = T.alloc_shared((size,), T.uint8)
             T.call_extern(
-                "handle", call, q.access_ptr("r"), q_scale.access_ptr("r"), weights.access_ptr("r"),
-                requests.access_ptr("r"), visible.access_ptr("r"), pages.access_ptr("r"), table.access_ptr("r"),
-                candidates.access_ptr("r"), ids.access_ptr("w"), new_blocks.access_ptr("w"),
-                scratch.access_ptr("rw"), tokens, heads, num_requests, table_width, table_stride, page_size,
-                num_pages, page_stride, num_candidates, num_blocks, block_size, top_k, grid,
+                "handle",
+                call,
+                q.access_ptr("r"),
+                q_scale.access_ptr("r"),
+                weights.access_ptr("r"),
+                requests.access_ptr("r"),
+                visible.access_ptr("r"),
+                pages.access_ptr("r"),
+                table.access_ptr("r"),
+                candidates.access_ptr("r"),
+                ids.access_ptr("w"),
+                new_blocks.access_ptr("w"),
+                scratch.access_ptr("rw"),
+                tokens,
+                heads,
+                num_requests,
+                table_width,
+                table_stride,
+                page_size,
+                num_pages,
+                page_stride,
+                num_candidates,
+                num_blocks,
+                block_size,
+                top_k,
+                grid,
                 shared.access_ptr("rw"),
-            )  # fmt: skip
+            )
 
     return build(index_scan, arch)
 
 
 @compiled
 def _merge(together, publish, restrict, arch):
-    text = source("index_topk.cuh", widths=tuple(sorted({32, 32 * together})))
+    text = source("index_score.cuh", "index_topk.cuh", widths=tuple(sorted({32, 32 * together})))
     call, size = merge_call(together, publish, restrict), merge_bytes(publish)
     tokens, k, blocks, room = (T.dynamic(n) for n in ("tokens", "k", "b", "room"))
 
@@ -127,10 +151,24 @@ def _merge(together, publish, restrict, arch):
             T.import_source(text)
             shared = T.alloc_shared((size,), T.uint8)
             T.call_extern(
-                "handle", call, requests.access_ptr("r"), visible.access_ptr("r"), ids.access_ptr("w"),
-                new_blocks.access_ptr("w"), scratch.access_ptr("rw"), tokens, num_requests, table_width,
-                page_size, num_candidates, num_blocks, block_size, top_k, grid, shared.access_ptr("rw"),
-            )  # fmt: skip
+                "handle",
+                call,
+                requests.access_ptr("r"),
+                visible.access_ptr("r"),
+                ids.access_ptr("w"),
+                new_blocks.access_ptr("w"),
+                scratch.access_ptr("rw"),
+                tokens,
+                num_requests,
+                table_width,
+                page_size,
+                num_candidates,
+                num_blocks,
+                block_size,
+                top_k,
+                grid,
+                shared.access_ptr("rw"),
+            )
 
     return build(index_merge, arch)
 
@@ -159,9 +197,19 @@ def _topk_scan(arch):
             T.annotate_min_blocks_per_sm(2)
             shared = T.alloc_shared((TOPK_BYTES,), T.uint8)
             T.call_extern(
-                "handle", f"topk_rows::scan<{TOPK_BYTES}>", scores.access_ptr("r"), lens.access_ptr("r"),
-                ids.access_ptr("w"), scratch.access_ptr("rw"), rows, width, stride, k, grid, shared.access_ptr("rw"),
-            )  # fmt: skip
+                "handle",
+                f"topk_rows::scan<{TOPK_BYTES}>",
+                scores.access_ptr("r"),
+                lens.access_ptr("r"),
+                ids.access_ptr("w"),
+                scratch.access_ptr("rw"),
+                rows,
+                width,
+                stride,
+                k,
+                grid,
+                shared.access_ptr("rw"),
+            )
 
     return build(topk_scan, arch)
 
@@ -184,9 +232,17 @@ def _topk_merge(arch):
             T.import_source(text)
             shared = T.alloc_shared((TOPK_BYTES,), T.uint8)
             T.call_extern(
-                "handle", f"topk_rows::merge<{TOPK_BYTES}>", lens.access_ptr("r"), ids.access_ptr("w"),
-                scratch.access_ptr("rw"), rows, width, k, grid, shared.access_ptr("rw"),
-            )  # fmt: skip
+                "handle",
+                f"topk_rows::merge<{TOPK_BYTES}>",
+                lens.access_ptr("r"),
+                ids.access_ptr("w"),
+                scratch.access_ptr("rw"),
+                rows,
+                width,
+                k,
+                grid,
+                shared.access_ptr("rw"),
+            )
 
     return build(topk_merge, arch)
 
@@ -194,7 +250,7 @@ def _topk_merge(arch):
 @compiled
 def _query(dim, pairs, arch):
     text = query_source()
-    a, b, c, d, e = (T.dynamic(n) for n in "a b c d e".split())
+    a, b, c, d, e = (T.dynamic(n) for n in ["a", "b", "c", "d", "e"])
 
     @T.prim_func
     def query_rows(
@@ -214,10 +270,20 @@ def _query(dim, pairs, arch):
         with T.Kernel(blocks, threads=THREADS) as _:
             T.import_source(text)
             T.call_extern(
-                "handle", f"index_query::prepare<{dim}, {pairs}>", x.access_ptr("r"), x_token, x_head,
-                cos.access_ptr("r"), sin.access_ptr("r"), cos_stride, sin_stride, tokens, heads,
-                values.access_ptr("w"), scale.access_ptr("w"),
-            )  # fmt: skip
+                "handle",
+                f"index_query::prepare<{dim}, {pairs}>",
+                x.access_ptr("r"),
+                x_token,
+                x_head,
+                cos.access_ptr("r"),
+                sin.access_ptr("r"),
+                cos_stride,
+                sin_stride,
+                tokens,
+                heads,
+                values.access_ptr("w"),
+                scale.access_ptr("w"),
+            )
 
     return build(query_rows, arch)
 
@@ -227,8 +293,13 @@ def variants(cfg):
     yield _query, (cfg.index_dim, cfg.rope_dim // 2, ARCH)
     yield _topk_scan, (ARCH,)
     yield _topk_merge, (ARCH,)
-    for together, publish, restrict in ((1, False, False), (4, False, False), (1, True, False), (2, True, False),
-                                        (1, False, True)):
+    for together, publish, restrict in (
+        (1, False, False),
+        (4, False, False),
+        (1, True, False),
+        (2, True, False),
+        (1, False, True),
+    ):
         yield _scan, ("mxfp4", together, publish, restrict, True, ARCH)
         yield _merge, (together, publish, restrict, ARCH)
 
@@ -245,9 +316,19 @@ def index_query(x, cos, sin, values, scale):
         return
     blocks = -(-tokens * heads * (dim // 8) // THREADS)
     _query(dim, cos.shape[1], ARCH)(
-        _front(x), _front(cos), _front(sin), values.view(-1), scale.view(-1), x.stride(0), x.stride(1),
-        cos.stride(0), sin.stride(0), tokens, heads, blocks,
-    )  # fmt: skip
+        _front(x),
+        _front(cos),
+        _front(sin),
+        values.view(-1),
+        scale.view(-1),
+        x.stride(0),
+        x.stride(1),
+        cos.stride(0),
+        sin.stride(0),
+        tokens,
+        heads,
+        blocks,
+    )
 
 
 def topk(scores, lens, ids, scratch):
@@ -264,10 +345,24 @@ def topk(scores, lens, ids, scratch):
 
 
 def launch(
-    q, q_scale, weights, requests, visible, pages, layout, table, candidates, block_size, ids, blocks, scratch,
-    *, select=True, together=None,
-):  # fmt: skip
-    """One scan and, with ``select``, one merge. Without, ``ids`` is [num_tokens, n] f32 and gets all scores."""
+    q,
+    q_scale,
+    weights,
+    requests,
+    visible,
+    pages,
+    layout,
+    table,
+    candidates,
+    block_size,
+    ids,
+    blocks,
+    scratch,
+    *,
+    select=True,
+    together=None,
+):
+    """One scan and, with ``select``, one merge; without, ``ids`` is [num_tokens, n] f32 for all scores."""
     tokens, num_blocks = q.shape[0], blocks.shape[1]
     restrict, publish = candidates is not None, num_blocks > 0
     together = together or rows_together(tokens, publish, restrict)
@@ -278,21 +373,60 @@ def launch(
     spare = visible
     flat_blocks = blocks.view(-1) if publish else spare
     _scan(layout, together, publish, restrict, select, ARCH)(
-        q, q_scale, weights, requests, visible, _front(pages), _front(table),
-        candidates.view(-1) if restrict else spare, flat_ids, flat_blocks, scratch, *few, table.stride(0),
-        pages.shape[1], pages.shape[0], pages.stride(0), named, num_blocks, block_size, ids.shape[1], grid,
-    )  # fmt: skip
+        q,
+        q_scale,
+        weights,
+        requests,
+        visible,
+        _front(pages),
+        _front(table),
+        candidates.view(-1) if restrict else spare,
+        flat_ids,
+        flat_blocks,
+        scratch,
+        *few,
+        table.stride(0),
+        pages.shape[1],
+        pages.shape[0],
+        pages.stride(0),
+        named,
+        num_blocks,
+        block_size,
+        ids.shape[1],
+        grid,
+    )
     if select:
         _merge(together, publish, restrict, ARCH)(
-            requests, visible, flat_ids, flat_blocks, scratch, *few, pages.shape[1], named, num_blocks, block_size,
-            ids.shape[1], grid,
-        )  # fmt: skip
+            requests,
+            visible,
+            flat_ids,
+            flat_blocks,
+            scratch,
+            *few,
+            pages.shape[1],
+            named,
+            num_blocks,
+            block_size,
+            ids.shape[1],
+            grid,
+        )
 
 
 def index_topk(
-    q, q_scale, head_weights, request_ids, visible, keys, layout, page_table, candidates, block_size, ids,
-    new_candidates, scratch,
-):  # fmt: skip
+    q,
+    q_scale,
+    head_weights,
+    request_ids,
+    visible,
+    keys,
+    layout,
+    page_table,
+    candidates,
+    block_size,
+    ids,
+    new_candidates,
+    scratch,
+):
     """Launches for ``dsv41.ops.index_topk``."""
     if q.shape[0] == 0:
         return
