@@ -60,7 +60,7 @@ def _scan(layout, together, publish, restrict, select, arch):
     )
     per_multiprocessor = 2 if 2 * (size + 1024) <= 228 * 1024 else 1
     tokens, heads = T.dynamic("tokens"), T.dynamic("heads")
-    q_bytes, requests_dim, width, chosen, k, blocks = (T.dynamic(n) for n in ["q", "r", "w", "c", "k", "b"])
+    q_bytes, chosen, k, blocks = (T.dynamic(n) for n in "qckb")
     some, room = T.dynamic("some"), T.dynamic("room")
 
     @T.prim_func
