@@ -158,6 +158,14 @@ ERRORS: dict[str, Any] = {
     "compressed device": (refuse(Q, C, N, META, N), "compressed on cpu, got meta"),
     "compressed ids": (refuse(Q, C, N, C, N[:1]), r"compressed_ids: \[2, \*\] int32, got \[1, 1\]"),
     "sink": (refuse(Q, C, N, sink=torch.zeros(2)), r"sink: \[1\] float32, got \[2\]"),
+    "splits": (refuse(Q, C, N, num_splits=0), "num_splits: at least 1, got 0"),
+    "scratch": (
+        refuse(
+            Q, C, N.expand(2, 130).contiguous(), num_splits=2, scratch=torch.zeros(543, dtype=torch.uint8)
+        ),
+        r"scratch: at least 544 bytes, got \[543\] uint8",
+    ),
+    "scratch dtype": (refuse(Q, C, N, scratch=Q), r"scratch: \[\*\] uint8, got \[2, 1, 32\] bfloat16"),
     "out": (refuse(Q, C, N, out=Q.float()), r"out: \[2, 1, 32\] bfloat16, got \[2, 1, 32\] float32"),
 }
 
