@@ -19,6 +19,7 @@ def mxfp4_moe(
     limit: float,
     shared: torch.Tensor | None,
     out: torch.Tensor,
+    scratch: torch.Tensor,
 ) -> None:
     """Reference of ``dsv41.ops.mxfp4_moe``: a loop over the experts that have tokens."""
     if layout != "plain":

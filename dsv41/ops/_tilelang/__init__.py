@@ -43,8 +43,13 @@ def wgmma_source(op: str, widths: tuple[int, ...]) -> str:
     """``hopper::wgmma_<op>(d, a, b, accumulate)`` for each width: one overload an accumulator size."""
     dtype, source, *transposed = op.split("_")
     k, kind = (16, "bf16") if dtype == "bf16" else (32, "e4m3")
-    flags = ", 1, 1" + ("" if dtype != "bf16" else f", {int(bool(transposed))}" if source == "rs" else
-                        f", 0, {int(bool(transposed))}")
+    flags = ", 1, 1" + (
+        ""
+        if dtype != "bf16"
+        else f", {int(bool(transposed))}"
+        if source == "rs"
+        else f", 0, {int(bool(transposed))}"
+    )
     lines = ["#ifndef DSV41_EMULATE  // emu_hopper.h has templates for every width", "namespace hopper {"]
     for n in widths:
         count = n // 2

@@ -132,6 +132,12 @@ __device__ __forceinline__ uint32_t byte_select(uint32_t low, uint32_t high, uin
 #endif  // DSV41_EMULATE
 
 namespace hopper {
+// A value that the compiler knows nothing about: what is computed from it stays where it is used. Without this,
+// addresses of every branch of a loop are computed before the loop and hold registers through it.
+__device__ __forceinline__ int opaque(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
 // Descriptor of an operand tile whose rows are 128 bytes, swizzled by 128 bytes in groups of eight rows (1,024
 // bytes, aligned to 1,024). K-major: `leading` is unused; `stride` is the distance of the row groups (1,024).
 // MN-major: `leading` is the distance of the 64-element column tiles, `stride` that of the groups of eight k.

@@ -1,3 +1,3 @@
-from .api import mxfp4_moe
+from .api import mxfp4_moe, mxfp4_moe_scratch, pack_experts
 
-__all__ = ["mxfp4_moe"]
+__all__ = ["mxfp4_moe", "mxfp4_moe_scratch", "pack_experts"]

@@ -1,18 +1,104 @@
 """Mixture of experts with MXFP4 weights."""
 
+import dataclasses
+import math
+from typing import Any
+
 import torch
 
-from ..._op import Op, check, check_tensor, check_values, output
+from ..._op import Kernel, Op, check, check_tensor, check_values, output
 from ...formats import MXFP8, MXFP4Experts
+from .._tilelang import pack
 from ..quant.api import mxfp8_operand
+
+
+def _hopper(x: Any, x_scale: Any, ids: Any, weights: Any, w13: Any, *rest: Any) -> str | None:
+    layout, inter, hidden = rest[3], w13.shape[1] // 2, x.shape[1]
+    if layout != "hopper":
+        return f"takes experts packed by pack_experts, got the {layout} layout"
+    return None if hidden % 128 == 0 and inter % 128 == 0 else "hidden and inter must be multiples of 128"
+
 
 _MOE = Op(
     "mxfp4_moe(Tensor x, Tensor x_scale, Tensor expert_ids, Tensor expert_weights, Tensor w13,"
     " Tensor w13_scale, Tensor w2, Tensor w2_scale, str layout, float limit, Tensor? shared,"
-    " Tensor(a!) out) -> ()",
+    " Tensor(a!) out, Tensor(b!) scratch) -> ()",
     reference="dsv41_reference.moe:mxfp4_moe",
     package=__package__,
+    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper),),
 )
+_ALIGN = 256
+
+
+def _sizes(
+    tokens: int, top_k: int, experts: int, hidden: int, inter: int
+) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """The parts of the scratch: first position of each expert, assignment of each position, the rows in
+    bf16, the inner activations, and one output row an assignment.
+    """
+    rows = tokens * top_k
+    return [
+        (torch.int32, (experts + 1,)),
+        (torch.int32, (rows,)),
+        (torch.bfloat16, (tokens, hidden)),
+        (torch.bfloat16, (rows, inter)),
+        (torch.bfloat16, (rows, hidden)),
+    ]
+
+
+def mxfp4_moe_scratch(num_tokens: int, top_k: int, num_experts: int, hidden: int, inter: int) -> int:
+    """Bytes of scratch that ``mxfp4_moe`` needs on an accelerator for at most ``num_tokens`` tokens.
+
+    About ``num_tokens * (2 * hidden + top_k * (2 * inter + 2 * hidden))``; a pure function of the sizes.
+    """
+    parts = _sizes(num_tokens, top_k, num_experts, hidden, inter)
+    return sum(-(-dtype.itemsize * math.prod(shape) // _ALIGN) * _ALIGN for dtype, shape in parts)
+
+
+def scratch_parts(
+    scratch: torch.Tensor, tokens: int, top_k: int, experts: int, hidden: int, inter: int
+) -> list[torch.Tensor]:
+    """The scratch of a call as the tensors that its kernels pass on."""
+    parts, at = [], 0
+    for dtype, shape in _sizes(tokens, top_k, experts, hidden, inter):
+        size = dtype.itemsize * math.prod(shape)
+        parts.append(scratch[at : at + size].view(dtype).view(shape))
+        at += -(-size // _ALIGN) * _ALIGN
+    return parts
+
+
+def pack_experts(experts: MXFP4Experts) -> MXFP4Experts:
+    """Put the weights of a layer into the order in which the Hopper kernel reads them, in place.
+
+    Args:
+        experts: MXFP4Experts view in the plain layout, hidden and inter multiples of 128, scale codes at most
+            128 (scales at most 2).
+
+    Returns:
+        MXFP4Experts view with layout "hopper" over the same memory; the given view is no longer valid.
+
+    Errors: ValueError before anything is written. Works one expert at a time: a few hundred MB above the layer.
+    Contract: every value and scale is kept; the products are those of the plain layout.
+    """
+    name = "pack_experts"
+    check(isinstance(experts, MXFP4Experts), name, "experts: MXFP4Experts", experts)
+    check(experts.layout == "plain", name, "experts in the plain layout", experts.layout)
+    good = experts.hidden % 128 == 0 and experts.inter % 128 == 0
+    check(good, name, "hidden and inter: multiples of 128", (experts.hidden, experts.inter))
+    w13, w13_scale, w2, w2_scale, _ = experts.flat()
+    for label, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
+        high = max((int(part.max()) for part in scale if part.numel()), default=0)
+        check(high <= pack.MAX_CODE, name, f"{label}: codes at most {pack.MAX_CODE} (255 is NaN)", high)
+    for tensor in (w13, w13_scale, w2, w2_scale):
+        check(
+            tensor.is_contiguous(), name, "contiguous weights and scales", f"strides {tuple(tensor.stride())}"
+        )
+    for e in range(experts.num_experts):
+        w13[e].copy_(pack.mxfp4_values(pack.gate_up_rows(w13[e])))
+        w13_scale[e].copy_(pack.mxfp4_scales(pack.gate_up_rows(w13_scale[e])))
+        w2[e].copy_(pack.mxfp4_values(w2[e]))
+        w2_scale[e].copy_(pack.mxfp4_scales(w2_scale[e]))
+    return dataclasses.replace(experts, layout="hopper")
 
 
 def mxfp4_moe(
@@ -24,6 +110,7 @@ def mxfp4_moe(
     limit: float,
     shared: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Everything one rank does for its local experts.
 
@@ -38,13 +125,14 @@ def mxfp4_moe(
         limit: clamp of the SwiGLU; the gate from above only.
         shared: [num_tokens, hidden] bf16 added before the rounding (the shared expert's output), or None.
         out: [num_tokens, hidden] bf16 to write into; may be ``shared``.
+        scratch: uint8 of at least ``mxfp4_moe_scratch(...)`` bytes; contents need no preparation.
 
     Returns:
         [num_tokens, hidden] bf16; ``out`` itself when it was given. A row whose ids are all -1 is ``shared``
         or 0.
 
     Contract: no host sync on accelerators; graph-safe; allocates only what is None (and the quantised x); the
-        same bits on every run; a row's bits do not depend on rows whose ids are -1.
+        same bits on every run; a row's bits do not depend on the other rows.
     Reference: dsv41_reference.moe.mxfp4_moe
     """
     name = "mxfp4_moe"
@@ -62,5 +150,12 @@ def mxfp4_moe(
     if shared is not None:
         check_tensor(name, "shared", shared, (tokens, hidden), torch.bfloat16, like=experts.w13)
     out = output(name, out, (tokens, hidden), torch.bfloat16, experts.w13)
-    _MOE(*x.flat(), expert_ids, expert_weights, *experts.flat(), limit, shared, out)
+    need = 0
+    if out.device.type != "cpu":
+        need = mxfp4_moe_scratch(tokens, expert_ids.shape[1], experts.num_experts, hidden, experts.inter)
+    if scratch is None:
+        scratch = torch.empty(need, dtype=torch.uint8, device=out.device)
+    check_tensor(name, "scratch", scratch, (None,), torch.uint8, like=out)
+    check(len(scratch) >= need, name, f"scratch: at least {need} bytes", len(scratch))
+    _MOE(*x.flat(), expert_ids, expert_weights, *experts.flat(), limit, shared, out, scratch)
     return out

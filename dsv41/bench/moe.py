@@ -1,0 +1,114 @@
+"""`python -m dsv41 bench moe`: the routed experts of one layer on a CUDA device, full path.
+
+Parity against the reference first, then the median time of a launch in a CUDA graph. Weights are far larger
+than the L2, which is flushed between replays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import torch
+
+from .._op import use
+from ..formats import E8M0, MXFP4Experts, quantize_mxfp8
+from ..ops import mxfp4_moe, mxfp4_moe_scratch, pack_experts
+from . import results
+from .gpu_time import graph_us
+
+HIDDEN, INTER, TOP_K, LIMIT = 5120, 2304, 6, 10.0
+CASES = ((48, 16), (48, 64), (48, 256), (48, 1024), (48, 4096), (384, 64), (384, 256), (384, 4096))
+EXPERT_BYTES = 3 * INTER * HIDDEN * (1 / 2 + 1 / 32)
+PARITY_TOKENS = 256  # more cost the reference minutes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `bench moe`."""
+    parser.add_argument("--experts", type=int, nargs="*", default=[48, 384], help="experts of the rank")
+    parser.add_argument("--tokens", type=int, nargs="*", help="only these token counts")
+    parser.add_argument("--numerics", nargs="*", default=["exact"], help="exact, fp8")
+    parser.add_argument("--json", help="append the measurements to this JSON-lines file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one JSON line a measurement. Returns 0 when every parity check held, 1 otherwise."""
+    if not torch.cuda.is_available():
+        print("bench moe needs a CUDA device")
+        return 1
+    rows: list[dict[str, Any]] = []
+    for experts in args.experts:
+        for numerics in args.numerics:
+            tokens = [t for e, t in CASES if e == experts and (not args.tokens or t in args.tokens)]
+            rows += _cases(experts, tokens, numerics)
+    if args.json:
+        results.append(args.json, rows)
+    return 0 if all(row["distance"] is None or row["distance"] < row["bound"] for row in rows) else 1
+
+
+def make_experts(experts: int, seed: int = 0) -> MXFP4Experts:
+    """Random weights with scales of 2^-9 to 2^-3, in the plain layout on the GPU."""
+    g = torch.Generator("cuda").manual_seed(seed)
+
+    def part(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values = torch.empty(experts, rows, k // 2, device="cuda", dtype=torch.uint8)
+        scale = torch.empty(experts, rows, k // 32, device="cuda", dtype=torch.uint8)
+        for e in range(experts):
+            values[e].random_(0, 256, generator=g)
+            scale[e].random_(118, 125, generator=g)
+        return values, scale.view(E8M0)
+
+    return MXFP4Experts(*part(2 * INTER, HIDDEN), *part(HIDDEN, INTER))
+
+
+def make_step(experts: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, expert ids and weights of a step."""
+    g = torch.Generator().manual_seed(1000 * experts + tokens)
+    ids = torch.rand(tokens, experts, generator=g).argsort(1)[:, :TOP_K].int().contiguous()
+    weights = torch.rand(tokens, TOP_K, generator=g) + 0.1
+    x = torch.randn(tokens, HIDDEN, generator=g).bfloat16()
+    return x.cuda(), ids.cuda(), (weights / weights.sum(1, keepdim=True)).cuda()
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """1 - 2 <a, b> / (<a, a> + <b, b>)."""
+    a, b = a.double(), b.double()
+    return float(1 - 2 * (a * b).sum() / (a * a + b * b).sum())
+
+
+def _cases(experts: int, tokens: list[int], numerics: str) -> list[dict[str, Any]]:
+    plain = make_experts(experts)
+    expected: dict[int, torch.Tensor] = {}
+    for t in tokens:
+        if t <= PARITY_TOKENS:
+            x, ids, weights = make_step(experts, t)
+            with use("torch"):
+                expected[t] = mxfp4_moe(x, ids, weights, plain, limit=LIMIT)
+    packed = pack_experts(plain, **({} if numerics == "exact" else {"numerics": numerics}))
+    rows = []
+    for t in tokens:
+        x, ids, weights = make_step(experts, t)
+        q = quantize_mxfp8(x)
+        scratch = torch.empty(
+            mxfp4_moe_scratch(t, TOP_K, experts, HIDDEN, INTER), dtype=torch.uint8, device="cuda"
+        )
+        out = torch.full_like(x, torch.nan)
+        mxfp4_moe(q, ids, weights, packed, limit=LIMIT, out=out, scratch=scratch)
+        again = out.clone()
+
+        def call(q=q, ids=ids, weights=weights, out=out, scratch=scratch):
+            return mxfp4_moe(q, ids, weights, packed, limit=LIMIT, out=out, scratch=scratch)
+
+        us = graph_us([call] * (4 if t <= 256 else 1))
+        active = int(ids.unique().numel())
+        flops = 6 * t * TOP_K * HIDDEN * INTER
+        row = {
+            "op": "mxfp4_moe", "numerics": numerics, "experts": experts, "tokens": t, "us": round(us, 1),
+            "TBps": round(active * EXPERT_BYTES / us / 1e6, 3), "TFLOPs": round(flops / us / 1e6, 1),
+            "distance": distance(out, expected[t]) if t in expected else None,
+            "bound": 1e-5 if numerics == "exact" else 1e-3, "repeat": bool(torch.equal(out, again)),
+        }  # fmt: skip
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    return rows
