@@ -59,7 +59,7 @@ struct Shared {
   choose::Work work;
   choose::Share share;
   float weight[NQ][kHeads];
-  int sums[16];
+  int sums[32];
   uint32_t signs;  // 0x40404040, which the compiler shall not know
   int top[NQ][kHeads];
   int exponent[NQ];  // of the powers that b and weight leave out; kPlain: b cannot hold the query
@@ -242,21 +242,18 @@ __device__ __noinline__ float plain_score(const Args& args, int t, const uint8_t
   return sum;
 }
 
-// Rows of 64 keys as operand A, and the product with COUNT queries into `d`, not waited for.
-template <int FORMAT, int COUNT>
-__device__ __forceinline__ bool multiply(const uint8_t* values, const uint32_t* scales, uint64_t b, uint32_t signs,
-                                         uint32_t row, uint32_t c, float (&d)[COUNT * 16]) {
+// Rows of 64 keys as operand A. Returns whether one of the lane's two rows does not fit.
+template <int FORMAT>
+__device__ __forceinline__ bool load_keys(const uint8_t* values, const uint32_t* scales, uint32_t signs, uint32_t row,
+                                          uint32_t c, uint32_t (&a)[4][4]) {
   constexpr int BYTES = FORMAT == kMXFP4 ? 64 : 128;
   const uint8_t* at = values + row * BYTES + c * (BYTES / 4);
-  uint32_t a[4][4];
-  bool bad = false;
   if constexpr (FORMAT == kMXFP4) {
     const uint4 x = *reinterpret_cast<const uint4*>(at), y = *reinterpret_cast<const uint4*>(at + 8 * BYTES);
     const uint32_t scale0 = scales[row], scale1 = scales[row + 8];
     // A group's power relative to the row's first group; `low` and `high` are its table of magnitudes.
     const int e0 = scale0 & 255, d0 = static_cast<int>(scale0 >> (8 * c) & 255) - e0;
     const int e1 = scale1 & 255, d1 = static_cast<int>(scale1 >> (8 * c) & 255) - e1;
-    bad = static_cast<uint32_t>(d0 + 5) > 11 || static_cast<uint32_t>(d1 + 5) > 11 || (e0 > e1 ? e0 : e1) > 248;
     const uint32_t low0 = 0x3C383000u + d0 * 0x08080800u, high0 = 0x4C484440u + d0 * 0x08080808u;
     const uint32_t low1 = 0x3C383000u + d1 * 0x08080800u, high1 = 0x4C484440u + d1 * 0x08080808u;
     const uint32_t first[4] = {x.x, x.y, x.z, x.w}, second[4] = {y.x, y.y, y.z, y.w};
@@ -265,6 +262,7 @@ __device__ __forceinline__ bool multiply(const uint8_t* values, const uint32_t* 
       decode(first[i], low0, high0, signs, a[i][0], a[i][2]);
       decode(second[i], low1, high1, signs, a[i][1], a[i][3]);
     }
+    return static_cast<uint32_t>(d0 + 5) > 11 || static_cast<uint32_t>(d1 + 5) > 11 || (e0 > e1 ? e0 : e1) > 248;
   } else {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -273,14 +271,19 @@ __device__ __forceinline__ bool multiply(const uint8_t* values, const uint32_t* 
       a[2 * i][0] = x.x, a[2 * i][2] = x.y, a[2 * i + 1][0] = x.z, a[2 * i + 1][2] = x.w;
       a[2 * i][1] = y.x, a[2 * i][3] = y.y, a[2 * i + 1][1] = y.z, a[2 * i + 1][3] = y.w;
     }
+    return false;
   }
+}
+
+// The product of those rows with queries into `d`, not waited for.
+template <int N>
+__device__ __forceinline__ void multiply(float (&d)[N], const uint32_t (&a)[4][4], uint64_t b) {
   hopper::keep(d);
   hopper::wgmma_fence();
 #pragma unroll
   for (int i = 0; i < 4; ++i)  // the address is the lower half
     hopper::wgmma_e4m3_rs(d, a[i], (b & 0xFFFFFFFF00000000ull) | (static_cast<uint32_t>(b) + 2 * i), i > 0);
   hopper::wgmma_commit();
-  return bad;
 }
 
 // Sum over a lane's heads of query m, for its two rows.
@@ -307,8 +310,10 @@ __device__ __forceinline__ void load_weights(const S& s, int m, uint32_t c, floa
 template <int COUNT, int FORMAT, int NQ, bool PUBLISH, bool SELECT>
 struct Run {
   using S = Shared<FORMAT, NQ, PUBLISH>;
-  // A lane ends up with one row of each eight and, of the values of four lanes, one or COUNT / 2.
-  static constexpr int OUT = COUNT > 1 ? COUNT / 2 : 1;
+  // Queries of one product. Its sums over heads meet in four lanes; of their four results (two rows of two
+  // queries, or of one query and two halves of the tile) each lane takes one.
+  static constexpr int PAIR = COUNT > 1 ? COUNT / 2 : 1;
+  static_assert(PAIR <= 2);
   const Args& args;
   S& s;
   int unit, first;
@@ -327,7 +332,6 @@ struct Run {
     for (int m = 0; m < COUNT; ++m) plain |= s.exponent[first + m] == kPlain;
     if (COUNT == 1) load_weights(s, first, c, weights);
   }
-  __device__ __forceinline__ int query(int i) const { return first + i + (COUNT > 1 && c & 2 ? OUT : 0); }
 
   __device__ __forceinline__ float unscale(float sum, uint32_t scale, int m) const {
     const int exponent = COUNT == 1 ? left_out : s.exponent[m];
@@ -337,8 +341,8 @@ struct Run {
 
   // Rows whose form is another one. It depends on the row and the query alone, so that a score does too. By value,
   // and apart: the usual way past it shall not pay for it.
-  static __device__ __noinline__ float2 replace(const Args& args, S& s, int stage, int half, int unit, int first,
-                                                int warp, int lane, float2 out) {
+  static __device__ __noinline__ float replace(const Args& args, S& s, int stage, int half, int unit, int pair,
+                                               int warp, int lane, float out) {
     const int c = lane % 4;
     for (int i = 0; i < 16; ++i) {
       const int row = 64 * half + 16 * warp + i;
@@ -350,26 +354,19 @@ struct Run {
           key |= static_cast<uint32_t>(d + 5) > 11 || e > 248;
         }
       if (s.entry[stage][row / kQuad] < 0) continue;
-      for (int m = 0; m < COUNT; ++m) {
-        const int t = unit * NQ + first + m;
-        if (t >= args.tokens || !(key || s.exponent[first + m] == kPlain)) continue;
+      for (int m = 0; m < PAIR; ++m) {
+        const int t = unit * NQ + pair + m;
+        if (t >= args.tokens || !(key || s.exponent[pair + m] == kPlain)) continue;
         const float x = plain_score<FORMAT>(args, t, &s.values[stage][row * S::kValues], scales, lane);
-        if (lane / 4 != i % 8 || (c & 1) != i / 8) continue;
-        if (COUNT == 1) {
-          if ((c >> 1) == half) out.x = x;
-        } else if ((c >> 1) == m / OUT) {
-          if (m % OUT == 0) out.x = x;
-          else out.y = x;
-        }
+        if (lane / 4 == i % 8 && (c & 1) == i / 8 && (c >> 1) == (COUNT == 1 ? half : m)) out = x;
       }
     }
     return out;
   }
 
-  // One value of each lane: query m and an entry, or none (-1).
-  __device__ __forceinline__ void take(float score, int j, int entry, int slot) {
-    static_assert(OUT <= 2);
-    const int m = query(j);
+  // One value of each lane: of query m and an entry, or of none (-1). `pair`: the first query of the lanes.
+  __device__ __forceinline__ void take(float score, int pair, int entry, int slot) {
+    const int m = PAIR == 2 ? pair + (c >> 1) : pair;
     const bool live = entry >= 0 && entry < (COUNT == 1 ? visible : s.visible[m]);
     if constexpr (!SELECT) {
       if (live) args.scores[static_cast<int64_t>(unit * NQ + m) * args.k + entry] = score;
@@ -377,7 +374,7 @@ struct Run {
     }
     const uint32_t order = choose::ordered(score);
     const uint64_t key = choose::key_of(order, entry);
-    add(s.list, base, s.count[slot], live && choose::passes(order, key, s.bar[m]), key, j);
+    add(s.list, base, s.count[slot], live && choose::passes(order, key, s.bar[m]), key, pair);
     if constexpr (PUBLISH) {
       // The best of each candidate block: rows of one block are neighbours within eight.
       uint32_t best = live && order <= 0xFF800000u && order > 0x007FFFFFu ? order : 0;
@@ -389,35 +386,38 @@ struct Run {
       const bool head = live && entry % args.block_size == 0;
       if (head && block == (s.visible[m] - 1) / args.block_size) best = 0xFF800000u;
       const uint64_t block_key = choose::key_of(best, block);
-      add(s.block_list, block_base, s.block_count[slot], head && best != 0 && block_key > s.block_bar[m], block_key, j);
+      const bool pass = head && best != 0 && block_key > s.block_bar[m];
+      add(s.block_list, block_base, s.block_count[slot], pass, block_key, pair);
     }
   }
   template <class List>
   __device__ __forceinline__ void add(List& list, const int (&bases)[NQ], int (&count)[NQ], bool pass, uint64_t key,
-                                      int j) {
-    if constexpr (COUNT == 1) {
+                                      int pair) {
+    if (PAIR == 2 && !__any_sync(~0u, pass)) return;
+#pragma unroll
+    for (int m = 0; m < PAIR; ++m) {
       int own = bases[0];
 #pragma unroll
-      for (int i = 1; i < NQ; ++i) own = first == i ? bases[i] : own;
-      choose::append(list[first], own, &count[first], pass, key, lane);
-    } else if (__any_sync(~0u, pass)) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int n = j + half * OUT;
-        choose::append(list[n], bases[n], &count[n], pass && (c >> 1) == half, key, lane);
-      }
+      for (int i = 1; i < NQ; ++i) own = pair + m == i ? bases[i] : own;
+      choose::append(list[pair + m], own, &count[pair + m], pass && (PAIR == 1 || (c >> 1) == m), key, lane);
     }
+  }
+
+  __device__ __forceinline__ uint64_t operand(int m) const {
+    return hopper::tile_descriptor(hopper::smem_address(s.b[m]));
   }
 
   __device__ __forceinline__ void tile(int stage, uint32_t phase, int slot) {
     hopper::barrier_wait(&s.full[stage], phase);
-    const uint64_t b = hopper::tile_descriptor(hopper::smem_address(s.b[first]));
     const uint8_t* values = s.values[stage];
     const uint32_t* scales = s.scales[stage];
+    uint32_t a0[4][4], a1[4][4];
     if constexpr (COUNT == 1) {
       float d0[16], d1[16], x0, x1, y0, y1;
-      bool bad = multiply<FORMAT, 1>(values, scales, b, signs, row, c, d0);
-      bad |= multiply<FORMAT, 1>(values, scales, b, signs, row + 64, c, d1);
+      bool bad = load_keys<FORMAT>(values, scales, signs, row, c, a0);
+      multiply(d0, a0, operand(first));
+      bad |= load_keys<FORMAT>(values, scales, signs, row + 64, c, a1);
+      multiply(d1, a1, operand(first));
       const uint32_t mine = row + 8 * (c & 1) + 64 * (c >> 1);
       int entry = s.entry[stage][mine / kQuad];
       const uint32_t scale = scales[mine];
@@ -432,46 +432,52 @@ struct Run {
       const float y = (c & 1 ? y1 : y0) + __shfl_xor_sync(~0u, c & 1 ? y0 : y1, 1);
       float out = unscale((c & 2 ? y : x) + __shfl_xor_sync(~0u, c & 2 ? x : y, 2), scale, first);
       if (__any_sync(~0u, bad) || plain)
-        for (int half = 0; half < 2; ++half)
-          out = replace(args, s, stage, half, unit, first, warp, lane, make_float2(out, 0.0f)).x;
+        for (int half = 0; half < 2; ++half) out = replace(args, s, stage, half, unit, first, warp, lane, out);
       __syncwarp();
       if (lane == 0) hopper::barrier_arrive(&s.empty[stage]);
       if (entry >= 0) entry += mine % kQuad;
-      take(out, 0, entry, slot);
+      take(out, first, entry, slot);
     } else {
-#pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
-        float d[COUNT * 16], sums[COUNT], out[OUT];
-        const bool bad = multiply<FORMAT, COUNT>(values, scales, b, signs, row + 64 * half, c, d);
-        const uint32_t mine = row + 8 * (c & 1) + 64 * half;
-        int entry = s.entry[stage][mine / kQuad];
-        const uint32_t scale = scales[mine];
-        hopper::wgmma_wait<0>();
-        hopper::keep(d);
-#pragma unroll
-        for (int m = 0; m < COUNT; ++m) {
-          float w[8], x0, x1;
-          load_weights(s, first + m, c, w);
-          weigh(d + 16 * m, w, x0, x1);
-          sums[m] = (c & 1 ? x1 : x0) + __shfl_xor_sync(~0u, c & 1 ? x0 : x1, 1);
-        }
-#pragma unroll
-        for (int i = 0; i < OUT; ++i) {
-          // Queries i of the lower lanes and i + OUT of the upper ones.
-          out[i] = (c & 2 ? sums[i + OUT] : sums[i]) + __shfl_xor_sync(~0u, c & 2 ? sums[i] : sums[i + OUT], 2);
-          out[i] = unscale(out[i], scale, query(i));
-        }
-        if (__any_sync(~0u, bad) || plain) {
-          const float2 both = replace(args, s, stage, half, unit, first, warp, lane, make_float2(out[0], out[OUT - 1]));
-          out[OUT - 1] = both.y, out[0] = both.x;
-        }
-        __syncwarp();
-        if (half == 1 && lane == 0) hopper::barrier_arrive(&s.empty[stage]);
-        if (entry >= 0) entry += mine % kQuad;
-#pragma unroll
-        for (int i = 0; i < OUT; ++i) take(out[i], i, entry, slot);
-      }
+      // One product runs while the one before is summed up.
+      float d0[PAIR * 16], d1[PAIR * 16];
+      const bool bad0 = load_keys<FORMAT>(values, scales, signs, row, c, a0);
+      multiply(d0, a0, operand(0));
+      multiply(d1, a0, operand(PAIR));
+      const bool bad1 = load_keys<FORMAT>(values, scales, signs, row + 64, c, a1);
+      hopper::wgmma_wait<1>();
+      finish(d0, bad0, stage, 0, 0, slot);
+      multiply(d0, a1, operand(0));
+      hopper::wgmma_wait<1>();
+      finish(d1, bad0, stage, 0, PAIR, slot);
+      multiply(d1, a1, operand(PAIR));
+      hopper::wgmma_wait<1>();
+      finish(d0, bad1, stage, 1, 0, slot);
+      hopper::wgmma_wait<0>();
+      finish(d1, bad1, stage, 1, PAIR, slot);
+      __syncwarp();
+      if (lane == 0) hopper::barrier_arrive(&s.empty[stage]);
     }
+  }
+
+  // From the product of half a tile and the queries from `pair` on to the lists.
+  __device__ __forceinline__ void finish(float (&d)[PAIR * 16], bool bad, int stage, int half, int pair, int slot) {
+    hopper::keep(d);
+    const uint32_t mine = row + 8 * (c & 1) + 64 * half, scale = s.scales[stage][mine];
+    int entry = s.entry[stage][mine / kQuad];
+    float sums[PAIR];
+#pragma unroll
+    for (int m = 0; m < PAIR; ++m) {
+      float w[8], x0, x1;
+      load_weights(s, pair + m, c, w);
+      weigh(d + 16 * m, w, x0, x1);
+      sums[m] = (c & 1 ? x1 : x0) + __shfl_xor_sync(~0u, c & 1 ? x0 : x1, 1);
+    }
+    const bool upper = PAIR == 2 && (c & 2);
+    float out = (upper ? sums[PAIR - 1] : sums[0]) + __shfl_xor_sync(~0u, upper ? sums[0] : sums[PAIR - 1], 2);
+    out = unscale(out, scale, PAIR == 2 ? pair + (c >> 1) : pair);
+    if (__any_sync(~0u, bad) || plain) out = replace(args, s, stage, half, unit, pair, warp, lane, out);
+    entry = entry >= 0 && (PAIR == 2 || c < 2) ? entry + static_cast<int>(mine % kQuad) : -1;
+    take(out, pair, entry, slot);
   }
 };
 

@@ -26,6 +26,7 @@ __device__ void copy_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Ring<
     while (args.page_size % chunk != 0) chunk /= 2;
   const int each = kTile / chunk;        // chunks a tile
   const int batch = 32 / each;           // tiles that the lanes look up at once
+  const int quads = 31 - __clz(chunk / kQuad);  // of a chunk, as a shift
   const int* row = args.table + static_cast<int64_t>(args.requests[t]) * args.table_stride;
   for (int tile = from; tile < to; tile += batch) {
     int number = tile * each + lane, entry = -1, page = -1;
@@ -45,9 +46,8 @@ __device__ void copy_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Ring<
       hopper::barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
       const int place = lane - i * each;
       const bool mine = place >= 0 && place < each;
-      if (mine)
-        for (int j = 0; j < chunk / kQuad; ++j)
-          s.entry[ring.stage][place * (chunk / kQuad) + j] = entry < 0 ? -1 : entry + j * kQuad;
+      const int first = __shfl_sync(0xFFFFFFFFu, entry, i * each + (lane >> quads));
+      s.entry[ring.stage][lane] = first < 0 ? -1 : first + (lane & ((1 << quads) - 1)) * kQuad;
       const uint32_t votes = __ballot_sync(0xFFFFFFFFu, mine && entry >= 0);
       if (lane == 0) hopper::barrier_expect(&s.full[ring.stage], __popc(votes) * chunk * (S::kValues + 4));
       __syncwarp();
@@ -245,7 +245,7 @@ struct MergeShared {
   uint64_t list[PUBLISH ? kBlockMergeCap : kMergeCap];
   choose::Work work;
   choose::Share share;
-  int sums[16], counters[3];
+  int sums[32], counters[3];
 };
 
 // One block a boundary and member: the lists of a query that several blocks scanned.

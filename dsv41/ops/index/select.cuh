@@ -212,15 +212,26 @@ template <class Tiles>
 __device__ void find_share(const Tiles& tiles_of, int units, int block, int blocks, int least, int* sums,
                            Share* share, int tid, int threads) {
   const int warp = tid / 32, lane = tid % 32, warps = threads / 32;
-  int total = 0, kept = 0;
-  for (int u = tid; u < units; u += threads) total += kept = tiles_of(u);
-  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, step);
-  if (lane == 0) sums[warp] = total;
+  int total = 0, kept = 0, most = 0;
+  for (int u = tid; u < units; u += threads) {
+    total += kept = tiles_of(u);
+    most = kept > most ? kept : most;
+  }
+  for (int step = 16; step > 0; step /= 2) {
+    total += __shfl_xor_sync(0xFFFFFFFFu, total, step);
+    const int other = __shfl_xor_sync(0xFFFFFFFFu, most, step);
+    most = other > most ? other : most;
+  }
+  if (lane == 0) sums[warp] = total, sums[16 + warp] = most;
   if (tid == 0) share->unit = -1;
   __syncthreads();
   total = 0;
-  for (int i = 0; i < warps; ++i) total += sums[i];
+  for (int i = 0; i < warps; ++i) {
+    total += sums[i];
+    most = sums[16 + i] > most ? sums[16 + i] : most;
+  }
   int each = (total + blocks - 1) / blocks;
+  least = most < least ? most : least;  // many small units are not put together
   each = each < least ? least : each;
   const int first = block * each;
   int running = 0;

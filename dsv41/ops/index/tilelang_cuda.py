@@ -53,7 +53,7 @@ def merge_call(together: int, publish: bool, restrict: bool) -> str:
 
 @compiled
 def _scan(layout, together, publish, restrict, select, arch):
-    text = source("index_score.cuh", "index_topk.cuh", widths=tuple(sorted({32, 32 * together})))
+    text = source("index_score.cuh", "index_topk.cuh", widths=tuple(sorted({32, max(32, 16 * together)})))
     call, size = (
         scan_call(layout, together, publish, restrict, select),
         shared_bytes(layout, together, publish),
@@ -127,7 +127,7 @@ def _scan(layout, together, publish, restrict, select, arch):
 
 @compiled
 def _merge(together, publish, restrict, arch):
-    text = source("index_score.cuh", "index_topk.cuh", widths=tuple(sorted({32, 32 * together})))
+    text = source("index_score.cuh", "index_topk.cuh", widths=tuple(sorted({32, max(32, 16 * together)})))
     call, size = merge_call(together, publish, restrict), merge_bytes(publish)
     tokens, k, blocks, room = (T.dynamic(n) for n in ("tokens", "k", "b", "room"))
 

@@ -24,7 +24,7 @@ struct Shared {
   uint64_t list[kCap];
   choose::Work work;
   choose::Share share;
-  int sums[16], count[3];
+  int sums[32], count[3];
 };
 
 // Scores `at` .. `at + 3` of a row; -inf beyond its end.
