@@ -12,6 +12,7 @@ __device__ __forceinline__ void rms_norm(int64_t x, int64_t x_stride, int64_t we
                                          int64_t out, int64_t out_stride, float floor, void* values,
                                          int64_t values_stride, int64_t scale, int64_t scale_stride, void* shared) {
   constexpr int CHUNKS = K / 8, STEP = 32 * WARPS, TURNS = (CHUNKS + STEP - 1) / STEP;
+  constexpr bool EVEN = CHUNKS % STEP == 0;  // every lane has a chunk in every turn
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int wanted = WARPS == 1 ? blockIdx.x * 4 + warp : blockIdx.x, row = min(wanted, count - 1);
   const int first = WARPS == 1 ? lane : static_cast<int>(threadIdx.x);
@@ -19,7 +20,7 @@ __device__ __forceinline__ void rms_norm(int64_t x, int64_t x_stride, int64_t we
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < TURNS; ++i) {
-    const int chunk = min(first + i * STEP, CHUNKS - 1);
+    const int chunk = EVEN ? first + i * STEP : min(first + i * STEP, CHUNKS - 1);
     raw[i] = *at<const uint4>(x + row * x_stride * 2, chunk);
   }
 #pragma unroll
@@ -28,7 +29,7 @@ __device__ __forceinline__ void rms_norm(int64_t x, int64_t x_stride, int64_t we
     quantize::load_8<true>(&raw[i], 0, v);
 #pragma unroll
     for (int j = 0; j < 8; ++j) part = __fmaf_rn(v[j], v[j], part);
-    if (first + i * STEP < CHUNKS) sum += part;
+    if (EVEN || first + i * STEP < CHUNKS) sum += part;
   }
 #pragma unroll
   for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
@@ -43,8 +44,8 @@ __device__ __forceinline__ void rms_norm(int64_t x, int64_t x_stride, int64_t we
   const float size = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, static_cast<float>(K)), eps)));
 #pragma unroll
   for (int i = 0; i < TURNS; ++i) {
-    const int chunk = min(first + i * STEP, CHUNKS - 1);
-    const bool valid = wanted < count && first + i * STEP < CHUNKS;
+    const int chunk = EVEN ? first + i * STEP : min(first + i * STEP, CHUNKS - 1);
+    const bool valid = (WARPS > 1 || wanted < count) && (EVEN || first + i * STEP < CHUNKS);
     float v[8], w[8];
     quantize::load_8<true>(&raw[i], 0, v);
     quantize::load_8<true>(reinterpret_cast<const void*>(weight), chunk * 8, w);
