@@ -71,6 +71,14 @@ def cache(layout: str, slots: int) -> PagedKV:
     return PagedKV(pages, record)
 
 
+def distinct(rows: int, count: int, slots: int) -> torch.Tensor:
+    """[rows, count] slots, distinct in a row: one of each of ``count`` parts of the cache, in any order."""
+    part = slots // count
+    ids = torch.randint(0, part, (rows, count), dtype=torch.int32, device="cuda")
+    ids += torch.arange(count, dtype=torch.int32, device="cuda") * part
+    return ids[:, torch.randperm(count, device="cuda")].contiguous()
+
+
 def parity(q: torch.Tensor, arguments: tuple[Any, ...], sink: torch.Tensor) -> float:
     """Distance of the kernel's first rows to the reference."""
     window, near, compressed, far = arguments
@@ -90,10 +98,7 @@ def ours(case: Case) -> tuple[float, float]:
     worst = 0.0
     for i in range(case.sets):
         q = torch.randn(case.rows, HEADS, WIDTH, device="cuda").to(torch.bfloat16)
-        near, far = (
-            torch.randint(0, case.slots, (case.rows, n), dtype=torch.int32, device="cuda")
-            for n in (WINDOW, SELECTED)
-        )
+        near, far = (distinct(case.rows, n, case.slots) for n in (WINDOW, SELECTED))
         arguments = (window, near, compressed, far)
         if i == 0:
             worst = parity(q, arguments, sink)
@@ -116,9 +121,7 @@ def flashmla(case: Case) -> float:
         rows = torch.randn(case.slots, 1, WIDTH, device="cuda", dtype=torch.bfloat16)
         for _ in range(case.sets):
             q = torch.randn(case.rows, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
-            ids = torch.randint(
-                0, case.slots, (case.rows, 1, WINDOW + SELECTED), device="cuda", dtype=torch.int32
-            )
+            ids = distinct(case.rows, WINDOW + SELECTED, case.slots)[:, None]
             calls.append(
                 lambda q=q, ids=ids: op.sparse_prefill_fwd(q, rows, ids, SCALE, WIDTH, None, None, None)
             )
@@ -133,10 +136,8 @@ def flashmla(case: Case) -> float:
 
     for _ in range(case.sets):
         q = torch.randn(case.requests, case.queries, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
-        near, far = (
-            torch.randint(0, case.slots, (case.requests, case.queries, n), device="cuda", dtype=torch.int32)
-            for n in (WINDOW, SELECTED)
-        )
+        shape = (case.requests, case.queries, -1)
+        near, far = (distinct(case.rows, n, case.slots).view(shape) for n in (WINDOW, SELECTED))
         if plan[0] is None:
             result = call(q, near, far)
             plan[0], plan[1] = result[2], result[3]

@@ -1,5 +1,6 @@
 """Compiles kernels for an architecture that is not here, and tells what is in their machine code."""
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -89,6 +90,7 @@ def program(module: str, builder: Any, args: tuple[Any, ...]) -> tuple[Any, dict
     return one
 
 
+@functools.cache
 def lower_tilelang(module: str, builder: Any, args: tuple[Any, ...], arch: str | None = None) -> Lowered:
     """Compile one build of a TileLang kernel file with nvcc (for another architecture than its own too)."""
     import tilelang

@@ -83,6 +83,7 @@ __device__ __forceinline__ uint32_t bf16_infinite(uint32_t two) { return (two & 
 template <int LAYOUT>
 struct Segment {
   static constexpr int WORDS = LAYOUT == NVFP4 ? 4 : LAYOUT == MXFP8 ? 8 : 16;
+  static constexpr int RECORD = LAYOUT == NVFP4 ? 288 : LAYOUT == MXFP8 ? 528 : LAYOUT == V4 ? 576 : 1024;
   static constexpr bool AHEAD = WORDS <= 8;  // fits in registers while the tile before it is decoded
 };
 
@@ -91,36 +92,30 @@ __device__ __forceinline__ void read_16(uint32_t* to, const uint8_t* from) {
   to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
 }
 
-// Reads segment `segment` (0..15) of the record in `slot`; zeros where `held` is false.
+// Reads segment `segment` (0..15) of record `at` of a page; zeros where `page` is null.
 template <int LAYOUT>
 __device__ __forceinline__ void fetch(uint32_t* words, uint32_t& scale, const Records& from, const uint8_t* page,
-                                      uint32_t at, int segment, bool held) {
+                                      uint32_t at, int segment) {
 #pragma unroll
   for (int i = 0; i < Segment<LAYOUT>::WORDS; ++i) words[i] = 0;
   scale = 0;
-  if (!held) return;
+  if (page == nullptr) return;
+  const uint8_t* record = page + static_cast<size_t>(at) * Segment<LAYOUT>::RECORD;
   if constexpr (LAYOUT == NVFP4) {
-    const uint8_t* record = page + static_cast<size_t>(at) * 288;
     read_16(words, record + segment * 16);
     scale = *reinterpret_cast<const uint16_t*>(record + 256 + segment * 2);
   } else if constexpr (LAYOUT == MXFP8) {
-    const uint8_t* record = page + static_cast<size_t>(at) * 528;
     read_16(words, record + segment * 32);
     read_16(words + 4, record + segment * 32 + 16);
     scale = record[512 + segment];
-  } else if constexpr (LAYOUT == V4) {
-    const uint8_t* record = page + static_cast<size_t>(at) * 576;
-    if (segment < 14) {
-      read_16(words, record + segment * 32);
-      read_16(words + 4, record + segment * 32 + 16);
-      scale = page[static_cast<size_t>(from.page_size) * 576 + at * 8 + segment / 2];
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) read_16(words + 4 * i, record + 448 + (segment - 14) * 64 + 16 * i);
-    }
+  } else if (LAYOUT == V4 && segment < 14) {
+    read_16(words, record + segment * 32);
+    read_16(words + 4, record + segment * 32 + 16);
+    scale = page[static_cast<size_t>(from.page_size) * 576 + at * 8 + segment / 2];
   } else {
+    const uint8_t* plain = LAYOUT == V4 ? record + 448 - 14 * 64 : record;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) read_16(words + 4 * i, page + static_cast<size_t>(at) * 1024 + segment * 64 + 16 * i);
+    for (int i = 0; i < 4; ++i) read_16(words + 4 * i, plain + segment * 64 + 16 * i);
   }
 }
 
@@ -207,10 +202,9 @@ struct Producer {
   // The tile to fetch next.
   int item, tile, end, query;
   int low, high;  // its ids `lane` and `lane + 32`
-  // A thread's segments of the tile, [half][row group][e].
-  static constexpr int words_of(int layout) { return layout == NVFP4 ? 4 : layout == MXFP8 ? 8 : 1; }
-  static constexpr int WORDS = words_of(WINDOW) > words_of(COMPRESSED) ? words_of(WINDOW) : words_of(COMPRESSED);
-  uint32_t words[8][WORDS], scales[8];
+  // Four pieces of eight words, fetched ahead. NVFP4: piece half * 2 + group is two segments, e = 0 and 1. MXFP8:
+  // piece group * 2 + e is one segment of the half at hand.
+  uint32_t words[4][8], scales[4][2];
 
   __device__ __forceinline__ void read_ids() {
     low = high = -1;
@@ -246,59 +240,29 @@ struct Producer {
   }
   __device__ __forceinline__ int row(int group) const { return warp * 16 + group * 8 + (lane & 7); }
 
-  template <int LAYOUT>
-  __device__ __forceinline__ void fetch_tile(const Records& from) {
-    if constexpr (Segment<LAYOUT>::AHEAD) {
-#pragma unroll
-      for (int group = 0; group < 2; ++group) {
-        const int id = slot(group, low, high);
-        const uint32_t index = id < 0 ? 0 : id, page = from.page(index), at = index - page * from.page_size;
-        const uint8_t* base = from.pages + page * from.page_stride;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int half = j >> 1, e = j & 1, to = half * 4 + group * 2 + e;
-          fetch<LAYOUT>(words[to], scales[to], from, base, at, half * 8 + e * 4 + (lane >> 3), id >= 0);
-        }
-      }
-    }
+  // Page and place of this thread's record of a group; no page where there is none.
+  __device__ __forceinline__ const uint8_t* find(const Records& from, int id, uint32_t& at) const {
+    const uint32_t index = id < 0 ? 0 : id, page = from.page(index);
+    at = index - page * from.page_size;
+    return id < 0 ? nullptr : from.pages + page * from.page_stride;
   }
-  template <int LAYOUT, bool SMALL = false>
-  __device__ __forceinline__ uint32_t decode_half(uint8_t* to, int half, const Records& from, int low, int high) {
-    uint32_t bad = 0;
-#pragma unroll
-    for (int group = 0; group < 2; ++group) {
-      if constexpr (Segment<LAYOUT>::AHEAD) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int at = half * 4 + group * 2 + e;
-          bad |= decode<LAYOUT, SMALL>(to, row(group), e * 4 + (lane >> 3), half, words[at], scales[at]);
-        }
-      } else {
-        const int id = slot(group, low, high);
-        const uint32_t index = id < 0 ? 0 : id, page = from.page(index), at = index - page * from.page_size;
-        const uint8_t* base = from.pages + page * from.page_stride;
-#pragma unroll 1
-        for (int e = 0; e < 2; ++e) {
-          uint32_t direct[Segment<LAYOUT>::WORDS], scale;
-          const int segment = e * 4 + (lane >> 3);
-          fetch<LAYOUT>(direct, scale, from, base, at, half * 8 + segment, id >= 0);
-          bad |= decode<LAYOUT, SMALL>(to, row(group), segment, half, direct, scale);
-        }
-      }
-    }
-    return bad;
-  }
-
-  // As decode_half, by the short way where the scales of these columns allow it.
+  // The record of a group, for layouts that are fetched ahead.
   template <int LAYOUT>
-  __device__ __forceinline__ uint32_t decode_records(uint8_t* to, int half, const Records& from, int low, int high) {
+  __device__ __forceinline__ const uint8_t* record(const Records& from, int group) const {
+    uint32_t at;
+    const uint8_t* page = find(from, slot(group, low, high), at);
+    return page == nullptr ? nullptr : page + static_cast<size_t>(at) * Segment<LAYOUT>::RECORD;
+  }
+  template <int LAYOUT>
+  __device__ __forceinline__ void fetch_piece(const uint8_t* const (&records)[2], int half, int i) {
+    const int segment = lane >> 3;
     if constexpr (LAYOUT == NVFP4) {
-      uint32_t any = 0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) any |= large(scales[half * 4 + i]);
-      if (!__any_sync(~0u, any != 0)) return decode_half<LAYOUT, true>(to, half, from, low, high);
+      for (int e = 0; e < 2; ++e)
+        fetch<LAYOUT>(words[i] + 4 * e, scales[i][e], window, records[i & 1], 0, (i >> 1) * 8 + e * 4 + segment);
+    } else if constexpr (LAYOUT == MXFP8) {
+      fetch<LAYOUT>(words[i], scales[i][0], window, records[i >> 1], 0, half * 8 + (i & 1) * 4 + segment);
     }
-    return decode_half<LAYOUT>(to, half, from, low, high);
   }
 
   __device__ __forceinline__ void copy_q(const uint8_t* q, long long q_row, long long q_head, int of) {
@@ -314,46 +278,113 @@ struct Producer {
     }
   }
 
+  // A tile with keys, or the last of its item.
+  struct Tile {
+    unsigned long long keys;
+    int item, low, high;
+    bool last, near;
+  };
+  // Moves to the next such tile and reads the ids behind it; false when there is none.
+  __device__ __forceinline__ bool next(Tile& found, const uint8_t* (&records)[2]) {
+    if (item >= work.items()) return false;
+    found.keys = keys();
+    while (found.keys == 0 && tile + 1 < end) {
+      advance();
+      found.keys = keys();
+    }
+    found.item = item, found.low = low, found.high = high;
+    found.last = tile + 1 == end, found.near = tile < work.window_tiles;
+#pragma unroll
+    for (int group = 0; group < 2; ++group)
+      records[group] = found.near ? record<WINDOW>(window, group) : record<COMPRESSED>(compressed, group);
+    advance();
+    return true;
+  }
+  // Fetches piece `i` of a tile, of its first half where pieces are of one half.
+  __device__ __forceinline__ void fetch_first(const Tile& of, const uint8_t* const (&records)[2], int i) {
+    if (of.near)
+      fetch_piece<WINDOW>(records, 0, i);
+    else
+      fetch_piece<COMPRESSED>(records, 0, i);
+  }
+  // Decodes a half of tile `now`; what becomes free takes its other half or tile `then`.
+  template <int LAYOUT>
+  __device__ __forceinline__ uint32_t decode_half(uint8_t* to, int half, const Records& from, const Tile& now,
+                                                  const uint8_t* const (&now_records)[2], bool more, const Tile& then,
+                                                  const uint8_t* const (&then_records)[2]) {
+    const int segment = lane >> 3;
+    uint32_t bad = 0;
+    if constexpr (LAYOUT == NVFP4) {
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        const int i = half * 2 + group;
+        const bool small = !__any_sync(~0u, (large(scales[i][0]) | large(scales[i][1])) != 0);
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          bad |= small ? decode<LAYOUT, true>(to, row(group), e * 4 + segment, half, words[i] + 4 * e, scales[i][e])
+                       : decode<LAYOUT, false>(to, row(group), e * 4 + segment, half, words[i] + 4 * e, scales[i][e]);
+        if (more) fetch_first(then, then_records, i);
+      }
+    } else if constexpr (LAYOUT == MXFP8) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        bad |= decode<LAYOUT, false>(to, row(i >> 1), (i & 1) * 4 + segment, half, words[i], scales[i][0]);
+        if (half == 0)
+          fetch_piece<LAYOUT>(now_records, 1, i);
+        else if (more)
+          fetch_first(then, then_records, i);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < 4; ++i) {
+        uint32_t direct[Segment<LAYOUT>::WORDS], scale, at;
+        const uint8_t* page = find(from, slot(i >> 1, now.low, now.high), at);
+        fetch<LAYOUT>(direct, scale, from, page, at, half * 8 + (i & 1) * 4 + segment);
+        bad |= decode<LAYOUT, false>(to, row(i >> 1), (i & 1) * 4 + segment, half, direct, scale);
+      }
+      if (more) fetch_first(then, then_records, half * 2), fetch_first(then, then_records, half * 2 + 1);
+    }
+    return bad;
+  }
+
+  // While a tile is decoded, the next one is fetched into the registers that become free.
   __device__ __forceinline__ void run(const uint8_t* q, long long q_row, long long q_head) {
     lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     start(blockIdx.x);
+    Tile now, then;
+    const uint8_t *now_records[2], *then_records[2];
+    bool more = next(now, now_records);
+    if (!more) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fetch_first(now, now_records, i);
+    copy_q(q, q_row, q_head, now.item);
     int buffer = 0, turn = 0, current = -1, number = 0;  // `number` counts the items of this block
-    while (item < work.items()) {
-      // Here the ids of a tile are in `low` and `high`.
-      unsigned long long held = keys();
-      while (held == 0 && tile + 1 < end) {
-        advance();
-        held = keys();
-      }
-      const bool first = item != current, last = tile + 1 == end, near = tile < work.window_tiles;
-      const int held_low = low, held_high = high, of = item;
-      current = item;
-      if (near)
-        fetch_tile<WINDOW>(window);
-      else
-        fetch_tile<COMPRESSED>(compressed);
-      advance();
-      if (first && ++number == 1) copy_q(q, q_row, q_head, of);
+    while (more) {
+      more = next(then, then_records);
+      const bool first = now.item != current;
+      current = now.item, number += first;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         barrier_wait(&shared.empty[buffer][half], turn ^ 1);
         uint8_t* to = shared.kv[buffer] + half * HALF_BYTES;
-        const uint32_t bad = near ? decode_records<WINDOW>(to, half, window, held_low, held_high)
-                                  : decode_records<COMPRESSED>(to, half, compressed, held_low, held_high);
+        const uint32_t bad =
+            now.near ? decode_half<WINDOW>(to, half, window, now, now_records, more, then, then_records)
+                     : decode_half<COMPRESSED>(to, half, compressed, now, now_records, more, then, then_records);
         if (first && half == 0) {
           if (number > 1) {
             barrier_wait(&shared.q_empty, number & 1);
-            copy_q(q, q_row, q_head, of);
+            copy_q(q, q_row, q_head, now.item);
           }
           copy_commit();
           copy_wait<0>();
         }
         if (__any_sync(~0u, bad != 0) && lane == 0) atomicExch(&shared.spoiled[number & 3], number);
-        if (warp == 0 && lane == 0) shared.rows[buffer][half] = {held, last, 0};
+        if (warp == 0 && lane == 0) shared.rows[buffer][half] = {now.keys, now.last, 0};
         fence_async();
         warp_arrive(&shared.full[buffer][half]);
       }
       buffer ^= 1, turn ^= buffer == 0;
+      now = then, now_records[0] = then_records[0], now_records[1] = then_records[1];
     }
   }
 };
