@@ -157,10 +157,12 @@ def disassemble(cubin: Path) -> str:
     return done.stdout
 
 
-if (
-    __name__ == "__main__"
-):  # python -m tests.tools.lowering MODULE INDEX: one Triton build, alone in a process
+if __name__ == "__main__":
+    # python -m tests.tools.lowering MODULE: the builds of a Triton file, in a process of their own
     import sys
 
-    made = lower_triton(sys.argv[1], int(sys.argv[2]))
-    print(made.registers, made.spills, len(made.sass))
+    from dsv41 import V41FlashConfig
+
+    for number in range(len(all_variants(sys.argv[1], V41FlashConfig()))):
+        made = lower_triton(sys.argv[1], number)
+        print(made.registers, made.spills, len(made.sass))
