@@ -82,7 +82,7 @@ def random_cache(layout: str, slots: int, page: int, gap: int, device: str, widt
     if layout == "nvfp4":
         scales[..., 0] = torch.randint(0, 8, scales.shape[:2], dtype=torch.uint8, device=device)  # subnormal
         scales[..., 1] |= 0x80
-        scales[1:2, ..., 5] = 0x4C  # 6: too large for the short way of the kernel
+        scales[1:2, ..., -1] = 0x4C  # 6: too large for the short way of the kernel
     if layout == "v4":
         scales[..., 7] = 0
     if layout == "fp8":
