@@ -267,6 +267,16 @@ def test_ties_and_nan() -> None:
     assert torch.equal(ids, best(scores, 20))
 
 
+def test_pages_that_are_not_held_and_nan_queries() -> None:
+    scene = Scene("mxfp4", [200, 64], [(0, 200), (1, 64), (1, 64)])
+    scene.table[0, 2], scene.table[0, 5] = -1, 10_000
+    scene.q_scale[2, 9, 1] = 255
+    ids, _ = scene.launch(512)
+    held = [j for j in range(200) if j // PAGE not in (2, 5)]
+    assert ids[0, : len(held)].tolist() == held and (ids[0, len(held) :] == -1).all()
+    assert ids[1, :64].tolist() == list(range(64)) and (ids[2] == -1).all()
+
+
 def test_cutting_the_list() -> None:
     """Longer than the list in shared memory, scores ascending, so that every entry passes the bar; and one
     tie after another.
