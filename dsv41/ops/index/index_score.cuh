@@ -17,6 +17,7 @@ constexpr int kTile = 128;   // keys a tile: two products of 64 rows
 constexpr int kQuad = 4;     // keys that always lie together: the least page and the least candidate block
 constexpr int kThreads = 288;
 constexpr int kGroups = 2;   // of four warps
+constexpr int kBatch = 2;    // tiles a group takes between two looks at the lists
 constexpr int kMost = 512, kBlockMost = 2048;  // entries and blocks of a query
 constexpr int kSlack = 256, kBlockSlack = 512;  // more of them in lists that are merged later
 constexpr int kListRoom = kMost + kSlack, kBlockRoom = kBlockMost + kBlockSlack;
@@ -46,7 +47,7 @@ struct Args {
 template <int FORMAT, int NQ, bool PUBLISH>
 struct Shared {
   static constexpr int kValues = FORMAT == kMXFP4 ? 64 : 128;
-  static constexpr int kStages = FORMAT == kMXFP4 ? 6 : 3;
+  static constexpr int kStages = FORMAT == kMXFP4 ? 6 : 4;
   static constexpr int kCap = 2048, kBlockCap = 4096;
   uint8_t b[NQ][kHeads * 128];
   uint8_t values[kStages][kTile * kValues];

@@ -11,7 +11,7 @@ struct Ring {
   uint32_t phase = 0;
   __device__ void next(int by = 1) {
     stage += by;
-    if (stage >= S::kStages) stage -= S::kStages, phase ^= 1;
+    while (stage >= S::kStages) stage -= S::kStages, phase ^= 1;
   }
 };
 
@@ -70,14 +70,16 @@ __device__ void score_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Ring
   using S = Shared<FORMAT, NQ, PUBLISH>;
   const int group = tid / 128;
   Run<COUNT, FORMAT, NQ, PUBLISH, SELECT> run(args, s, unit, first, tid, base, block_base);
-  for (int start = 0; start < tiles; start += kGroups, round = round == 2 ? 0 : round + 1) {
+  constexpr int STEP = kGroups * kBatch;
+  for (int start = 0; start < tiles; start += STEP, round = round == 2 ? 0 : round + 1) {
     const int slot = round;
-    if (start + group < tiles) {
+#pragma unroll 1
+    for (int i = group; i < STEP && start + i < tiles; i += kGroups) {
       Ring<FORMAT, NQ, PUBLISH> own = ring;
-      own.next(group);
+      own.next(i);
       run.tile(own.stage, own.phase, slot);
     }
-    ring.next(tiles - start < kGroups ? 1 : kGroups);
+    ring.next(tiles - start < STEP ? tiles - start : STEP);
     if constexpr (SELECT) {
       choose::sync();
 #pragma unroll
@@ -92,12 +94,12 @@ __device__ void score_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Ring
 #pragma unroll
       for (int m = 0; m < NQ; ++m) {
         uint64_t bar;
-        if (base[m] > S::kCap - kGroups * kTile) {
+        if (base[m] > S::kCap - STEP * kTile) {
           base[m] = choose::cut<S::kCap / 256>(s.list[m], base[m], args.k, 128, s.work, tid, bar);
           if (tid == 0) s.bar[m] = bar;
           choose::sync();
         }
-        if (PUBLISH && block_base[m] > S::kBlockCap - kGroups * (kTile / kQuad)) {
+        if (PUBLISH && block_base[m] > S::kBlockCap - STEP * (kTile / kQuad)) {
           block_base[m] = choose::cut<S::kBlockCap / 256>(s.block_list[m], block_base[m], args.num_blocks, 256, s.work, tid, bar);
           if (tid == 0) s.block_bar[m] = bar;
           choose::sync();
