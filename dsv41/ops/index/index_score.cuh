@@ -321,8 +321,7 @@ struct Run {
   uint32_t warp, lane, c, row;  // of the group; row: the lane's first one
   bool plain;                   // a query that b cannot hold
   uint32_t signs;
-  float weights[8];             // these three: of the one query
-  int visible, left_out;
+  int visible, left_out;        // of the one query
   int (&base)[NQ];
   int (&block_base)[NQ];
 
@@ -331,7 +330,6 @@ struct Run {
         row(16 * warp + lane / 4), plain(false), signs(s.signs), visible(s.visible[first]),
         left_out(s.exponent[first]), base(base), block_base(block_base) {
     for (int m = 0; m < COUNT; ++m) plain |= s.exponent[first + m] == kPlain;
-    if (COUNT == 1) load_weights(s, first, c, weights);
   }
 
   __device__ __forceinline__ float unscale(float sum, uint32_t scale, int m) const {
@@ -345,6 +343,7 @@ struct Run {
   static __device__ __noinline__ float replace(const Args& args, S& s, int stage, int half, int unit, int pair,
                                                int warp, int lane, float out) {
     const int c = lane % 4;
+#pragma unroll 1
     for (int i = 0; i < 16; ++i) {
       const int row = 64 * half + 16 * warp + i;
       const uint32_t scales = s.scales[stage][row];
@@ -355,6 +354,7 @@ struct Run {
           key |= static_cast<uint32_t>(d + 5) > 11 || e > 248;
         }
       if (s.entry[stage][row / kQuad] < 0) continue;
+#pragma unroll 1
       for (int m = 0; m < PAIR; ++m) {
         const int t = unit * NQ + pair + m;
         if (t >= args.tokens || !(key || s.exponent[pair + m] == kPlain)) continue;
@@ -424,6 +424,8 @@ struct Run {
       const uint32_t scale = scales[mine];
       hopper::wgmma_wait<1>();
       hopper::keep(d0);
+      float weights[8];
+      load_weights(s, first, c, weights);
       weigh(d0, weights, x0, x1);
       hopper::wgmma_wait<0>();
       hopper::keep(d1);
@@ -433,6 +435,7 @@ struct Run {
       const float y = (c & 1 ? y1 : y0) + __shfl_xor_sync(~0u, c & 1 ? y0 : y1, 1);
       float out = unscale((c & 2 ? y : x) + __shfl_xor_sync(~0u, c & 2 ? x : y, 2), scale, first);
       if (__any_sync(~0u, bad) || plain)
+#pragma unroll 1
         for (int half = 0; half < 2; ++half) out = replace(args, s, stage, half, unit, first, warp, lane, out);
       __syncwarp();
       if (lane == 0) hopper::barrier_arrive(&s.empty[stage]);

@@ -30,12 +30,12 @@ def shared_bytes(layout: str, together: int, publish: bool) -> int:
     """At least `sizeof(Shared)` of index_topk.cuh, which asserts it."""
     values, stages = (64, 6) if layout == "mxfp4" else (128, 4)
     queries = together * (HEADS * 128 + 2048 * 8 + HEADS * 8 + 64 + (4096 * 8 if publish else 0))
-    return queries + stages * (128 * values + 128 * 4 + 128 + 16) + 5120
+    return queries + stages * (128 * values + 128 * 4 + 128 + 16) + 5632
 
 
 def merge_bytes(publish: bool) -> int:
     """At least `sizeof(MergeShared)` of index_topk.cuh."""
-    return (8192 if publish else 4096) * 8 + 5120
+    return (8192 if publish else 4096) * 8 + 5632
 
 
 def scan_call(layout: str, together: int, publish: bool, restrict: bool, select: bool = True) -> str:
@@ -173,7 +173,7 @@ def _merge(together, publish, restrict, arch):
     return build(index_merge, arch)
 
 
-TOPK_BYTES = 4096 * 8 + 5120
+TOPK_BYTES = 4096 * 8 + 4 * 2048 * 4 + 5632
 
 
 @compiled

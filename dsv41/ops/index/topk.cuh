@@ -20,22 +20,40 @@ struct Rows {
   }
 };
 
+constexpr int kDepth = 4;     // tiles in flight
 struct Shared {
+  float ring[kDepth][kTile];
   uint64_t list[kCap];
   choose::Work work;
   choose::Share share;
   int sums[32], count[3];
 };
 
-// Scores `at` .. `at + 3` of a row; -inf beyond its end.
-__device__ __forceinline__ void load_4(const float* row, int at, int length, bool aligned, float* out) {
-  if (aligned && at + 4 <= length) {
-    const float4 x = *reinterpret_cast<const float4*>(row + at);
-    out[0] = x.x, out[1] = x.y, out[2] = x.z, out[3] = x.w;
-    return;
+// A row's scores on their way through shared memory. A thread reads only what it copied itself.
+struct Stream {
+  const float* row;
+  int length, end;  // of the row, in scores; of the block's share, in tiles
+  bool aligned;
+
+  __device__ __forceinline__ void fetch(Shared& s, int tile, int tid) const {
+    for (int half = 0; half < 2; ++half) {
+      const int at = tile * kTile + half * 1024 + 4 * tid;
+      if (aligned && tile < end && at + 4 <= length)
+        hopper::copy_16(&s.ring[tile % kDepth][half * 1024 + 4 * tid], row + at, true);
+    }
+    hopper::copy_commit();
   }
-  for (int i = 0; i < 4; ++i) out[i] = at + i < length ? row[at + i] : __uint_as_float(0xFF800000u);
-}
+  // Four scores; -inf beyond the end of the row.
+  __device__ __forceinline__ void take(Shared& s, int tile, int half, int tid, float* out) const {
+    const int at = tile * kTile + half * 1024 + 4 * tid;
+    if (aligned && at + 4 <= length) {
+      const float4 x = *reinterpret_cast<const float4*>(&s.ring[tile % kDepth][half * 1024 + 4 * tid]);
+      out[0] = x.x, out[1] = x.y, out[2] = x.z, out[3] = x.w;
+    } else {
+      for (int i = 0; i < 4; ++i) out[i] = at + i < length ? row[at + i] : __uint_as_float(0xFF800000u);
+    }
+  }
+};
 
 template <int BYTES>
 __device__ void scan(const void* scores_, const void* lens, void* ids_, void* scratch, int rows, int width,
@@ -62,13 +80,13 @@ __device__ void scan(const void* scores_, const void* lens, void* ids_, void* sc
     choose::sync();
     if (tid < 3) s.count[tid] = 0;
     choose::sync();
-    float x[8];
-    for (int half = 0; half < 2; ++half) load_4(row, offset * kTile + half * 1024 + 4 * tid, length, aligned, x + 4 * half);
+    const Stream stream{row, length, end, aligned};
+    for (int ahead = 0; ahead < kDepth - 1; ++ahead) stream.fetch(s, offset + ahead, tid);
     for (int tile = offset; tile < end; ++tile, ++round) {
-      float next[8];
-      if (tile + 1 < end)
-        for (int half = 0; half < 2; ++half)
-          load_4(row, (tile + 1) * kTile + half * 1024 + 4 * tid, length, aligned, next + 4 * half);
+      stream.fetch(s, tile + kDepth - 1, tid);
+      hopper::copy_wait<kDepth - 1>();
+      float x[8];
+      for (int half = 0; half < 2; ++half) stream.take(s, tile, half, tid, x + 4 * half);
       uint64_t keys[8];
       uint32_t pass = 0;
 #pragma unroll
@@ -82,8 +100,6 @@ __device__ void scan(const void* scores_, const void* lens, void* ids_, void* sc
       base += s.count[round % 3];
       if (tid == 0) s.count[(round + 2) % 3] = 0;
       if (base > kCap - kTile && tile + 1 < end) base = choose::cut<kCap / 256>(s.list, base, k, 128, s.work, tid, bar);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = next[i];
     }
     const bool whole = offset == 0 && end == tiles;
     if (base > k + (whole ? 0 : kSlack))
