@@ -64,6 +64,37 @@ class MXFP8:
 
 
 @dataclass(frozen=True)
+class FP8Tiles:
+    """E4M3 weights with one UE8M0 scale a 128 x 128 tile: what ``dsv41.ops.pack_linear`` makes for speed.
+
+    Args:
+        values: [rows, K] float8_e4m3fn, K a multiple of 128.
+        scale: [ceil(rows/128), K/128] float8_e8m0fnu.
+        changed: values that the packing had to round, out of all.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    changed: int = 0
+
+    def __post_init__(self) -> None:
+        v, s = self.values, self.scale
+        _check_pair("FP8Tiles", v, s)
+        good = v.dtype == E4M3 and v.dim() == 2 and v.shape[1] % 128 == 0
+        check(good, "FP8Tiles", "values: [rows, K] float8_e4m3fn, K a multiple of 128", v)
+        wanted = [-(-v.shape[0] // 128), v.shape[1] // 128]
+        check(list(s.shape) == wanted and s.dtype == E8M0, "FP8Tiles", f"scale: {wanted} float8_e8m0fnu", s)
+
+    def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(values, scale as uint8): how the view travels into an op."""
+        return self.values, _bytes(self.scale)
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """[rows, K] in ``dtype``."""
+        return _quant.from_fp8_tiles(*self.flat()).to(dtype)
+
+
+@dataclass(frozen=True)
 class MXFP4:
     """Two E2M1 values a byte (even element low) with one UE8M0 scale a 1 x 32 block.
 
@@ -193,6 +224,28 @@ def quantize_mxfp8(x: torch.Tensor, *, tile_rows: int = 1, floor: float = _quant
         )
         values, code = _quant.to_mxfp8_tiles(x, floor)
     return MXFP8(values, code.view(E8M0), tile_rows)
+
+
+def fold_tiles(w: MXFP8) -> FP8Tiles:
+    """Move 32 x 32 tiles to one scale a 128 x 128 tile, the largest of its sixteen, in place.
+
+    Args:
+        w: MXFP8 tiles, values [rows, K] contiguous, K a multiple of 128. No longer valid afterwards.
+
+    Returns:
+        FP8Tiles over the same values; ``changed`` counts those that were rounded. Works 1,024 rows at a time.
+    """
+    values, code = w.flat()
+    changed, scales = 0, []
+    for first in range(0, values.shape[0], 1024):
+        part, codes = values[first : first + 1024], code[first // 32 : first // 32 + 32]
+        folded, coarse = _quant.coarsen_tiles(part, codes)
+        after = _quant.from_fp8_tiles(folded, coarse, torch.float64)
+        changed += int((_quant.from_mxfp8_tiles(part, codes, torch.float64) != after).sum())
+        part.copy_(folded)
+        scales.append(coarse)
+    scale = torch.cat(scales) if scales else code.new_empty((0, values.shape[1] // 128))
+    return FP8Tiles(values, scale.view(E8M0), changed)
 
 
 def quantize_mxfp4(x: torch.Tensor, *, floor: float = _quant.FLOOR_MXFP4) -> MXFP4:

@@ -6,7 +6,7 @@ from .draft import markov_bias
 from .engram import engram_gate, engram_hash, engram_lookup
 from .hyper import mhc_collapse, mhc_expand, mhc_mixes
 from .index import index_query, index_topk, topk
-from .linear import block_linear, grouped_linear, linear
+from .linear import block_linear, block_linear_scratch, grouped_linear, linear, pack_linear
 from .moe import mxfp4_moe, mxfp4_moe_scratch, pack_experts
 from .norm_rope import rms_norm, rms_norm_quantize, rope
 from .quant import quantize_mxfp4, quantize_mxfp8, quantize_nvfp4, swiglu_quantize
@@ -16,6 +16,7 @@ from .verify import apply_token_bitmask, sample_tokens, split_budget_ragged, ver
 __all__ = [
     "apply_token_bitmask",
     "block_linear",
+    "block_linear_scratch",
     "compress_pairs",
     "copy_records",
     "engram_gate",
@@ -32,6 +33,7 @@ __all__ = [
     "mxfp4_moe",
     "mxfp4_moe_scratch",
     "pack_experts",
+    "pack_linear",
     "physical_experts",
     "quantize_mxfp4",
     "quantize_mxfp8",

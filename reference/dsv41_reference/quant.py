@@ -146,6 +146,37 @@ def from_mxfp8_tiles(
     return (tiles * e8m0_decode(code, dtype)[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
 
 
+def coarsen_mxfp8(values: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """MXFP8 rows with a scale a 32 values to one a 128, the largest of the four; small values may round."""
+    coarse = code.unflatten(-1, (-1, 4)).amax(-1)
+    shift = code.int() - coarse.int().repeat_interleave(4, -1)
+    blocks = e4m3_decode(values).unflatten(-1, (-1, 32))
+    return e4m3_round(torch.ldexp(blocks, shift[..., None])).flatten(-2), coarse
+
+
+def coarsen_tiles(values: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 [out, in] of 32 x 32 tiles to 128 x 128 tiles with the largest code; in is a multiple of 128."""
+    rows = code.shape[0]
+    padded = torch.cat([code, code.new_zeros((-rows % 4, code.shape[1]))])
+    coarse = padded.unflatten(1, (-1, 4)).unflatten(0, (-1, 4)).amax((1, 3))
+    shift = code.int() - _each_tile(coarse, 4)[:rows].int()
+    wide = shift.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    return e4m3_round(torch.ldexp(e4m3_decode(values), wide)), coarse
+
+
+def _each_tile(code: torch.Tensor, count: int) -> torch.Tensor:
+    return code.repeat_interleave(count, 0).repeat_interleave(count, 1)
+
+
+def from_fp8_tiles(
+    values: torch.Tensor, code: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """E4M3 [out, in] and codes [ceil(out/128), in/128] to ``dtype``."""
+    rows = values.shape[0]
+    scale = e8m0_decode(code, dtype).repeat_interleave(128, 0)[:rows]
+    return (e4m3_decode(values, dtype).unflatten(1, (-1, 128)) * scale[..., None]).flatten(1)
+
+
 def to_mxfp4(x: torch.Tensor, floor: float = FLOOR_MXFP4) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., K] to packed E2M1 uint8 [..., K/2] and UE8M0 codes uint8 [..., K/32]."""
     blocks = x.float().unflatten(-1, (-1, 32))

@@ -1,60 +1,183 @@
 """Linears: E4M3 weights with 32 x 32 scale tiles, the grouped output projection, and plain bf16."""
 
+import math
+from typing import Any
+
 import torch
 
-from ..._op import Op, check, check_tensor, output
-from ...formats import MXFP8
+from ..._op import Kernel, Op, check, check_tensor, output
+from ...formats import MXFP8, FP8Tiles, fold_tiles
 from ..quant.api import mxfp8_operand
 
+
+def _hopper(x: Any, x_scale: Any, w: Any, w_scale: Any, numerics: str, out: Any, scratch: Any) -> str | None:
+    if x.shape[1] % 128:
+        return "in must be a multiple of 128"
+    rows = {"x": x, "x_scale": x_scale, "w": w, "w_scale": w_scale, "out": out}
+    for label, tensor in rows.items():
+        if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+            return f"{label} must be contiguous and aligned to 16 bytes"
+    return None
+
+
 _BLOCK = Op(
-    "block_linear(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor(a!) out) -> ()",
+    "block_linear(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, str numerics, Tensor(a!) out,"
+    " Tensor(b!) scratch) -> ()",
     reference="dsv41_reference.linear:block_linear",
     package=__package__,
+    kernels=(
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper),
+        Kernel("torch_cuda", "cuda"),
+    ),
 )
 _GROUPED = Op(
     "grouped_linear(Tensor x, Tensor w, Tensor w_scale, Tensor(a!) out) -> ()",
     reference="dsv41_reference.linear:grouped_linear",
     package=__package__,
+    kernels=(Kernel("torch_cuda", "cuda"),),
 )
 _LINEAR = Op(
     "linear(Tensor x, Tensor w, Tensor(a!) out) -> ()",
     reference="dsv41_reference.linear:linear",
     package=__package__,
+    kernels=(Kernel("torch_cuda", "cuda"),),
 )
+_ALIGN = 256
 
 
-def _check_weight(name: str, w: MXFP8) -> None:
-    check(
-        isinstance(w, MXFP8) and w.tile_rows == 32 and w.values.dim() == 2,
-        name,
-        "w: MXFP8 of 32 x 32 tiles",
-        w,
+def num_splits(tokens: int, features: int, k: int) -> int:
+    """In how many shares the Hopper kernel sums over k: with few output tiles, several blocks share one.
+
+    A pure function of (features, k) in each of the two classes, at most 128 tokens and more.
+    """
+    if tokens > 128:
+        return 1
+    tiles, blocks = -(-features // 128), -(-k // 128)
+
+    def cost(splits: int) -> float:  # in tiles of one block of k, of the busiest multiprocessor
+        second = 4 + splits * tiles / 132 if splits > 1 else 0  # the second pass, measured
+        return -(-tiles * splits // 132) * -(-blocks // splits) + second
+
+    return min(range(1, min(12, blocks) + 1), key=cost)
+
+
+def _sizes(tokens: int, features: int, k: int, numerics: str) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Parts of the scratch: coarser activations and their scales, and the sums of the shares of k."""
+    coarse = tokens if numerics == "fp8" else 0
+    splits = num_splits(tokens, features, k)
+    return [
+        (torch.uint8, (coarse, k)),
+        (torch.uint8, (coarse, k // 128)),
+        (torch.float32, (splits * tokens * features if splits > 1 else 4,)),
+    ]
+
+
+def linear_parts(
+    scratch: torch.Tensor, tokens: int, features: int, k: int, numerics: str
+) -> list[torch.Tensor]:
+    """The scratch of a call as the tensors that its kernels pass on."""
+    parts, at = [], 0
+    for dtype, shape in _sizes(tokens, features, k, numerics):
+        size = dtype.itemsize * math.prod(shape)
+        parts.append(scratch[at : at + size].view(dtype).view(shape))
+        at += -(-size // _ALIGN) * _ALIGN
+    return parts
+
+
+def block_linear_scratch(
+    num_tokens: int, out_features: int, in_features: int, numerics: str = "exact"
+) -> int:
+    """Bytes of scratch that ``block_linear`` needs on an accelerator for at most ``num_tokens`` tokens.
+
+    Args:
+        num_tokens, out_features, in_features: sizes of the call.
+        numerics: "exact" for MXFP8 weights, "fp8" for packed ones.
+
+    Returns:
+        A pure function of the sizes: the activations once for "fp8", and up to 12 f32 results of at most 128
+        tokens.
+    """
+    counts = {num_tokens, min(num_tokens, 128)}  # the second class needs less than the end of the first
+    return max(
+        sum(
+            -(-dtype.itemsize * math.prod(shape) // _ALIGN) * _ALIGN
+            for dtype, shape in _sizes(n, out_features, in_features, numerics)
+        )
+        for n in counts
     )
 
 
-def block_linear(x: torch.Tensor | MXFP8, w: MXFP8, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def _check_weight(name: str, w: Any) -> None:
+    good = isinstance(w, MXFP8) and w.tile_rows == 32 and w.values.dim() == 2
+    check(good, name, "w: MXFP8 of 32 x 32 tiles", w)
+
+
+def pack_linear(w: MXFP8, *, numerics: str = "fp8") -> FP8Tiles | MXFP8:
+    """Weights for faster numerics, in place: values folded to one scale a 128 x 128 tile.
+
+    Args:
+        w: MXFP8 tiles: values [out, in] e4m3, scale [out/32, in/32] e8m0, codes below 255.
+        numerics: "fp8" adds up 128 k on the tensor cores before a scale is applied; "exact" needs no packing
+            and returns ``w``.
+
+    Returns:
+        FP8Tiles over the memory of ``w.values`` (``w`` is no longer valid) with a new, smaller scale; its
+        ``changed`` counts the values that did not fit their tile's scale and were rounded.
+
+    Errors: ValueError before anything is written. Works 1,024 rows at a time.
+    """
+    name = "pack_linear"
+    _check_weight(name, w)
+    check(numerics in ("exact", "fp8"), name, "numerics: exact or fp8", numerics)
+    if numerics == "exact":
+        return w
+    values, code = w.flat()
+    check(values.shape[1] % 128 == 0, name, "in: a multiple of 128", values)
+    check(values.is_contiguous(), name, "contiguous values", f"strides {tuple(values.stride())}")
+    high = int(code.max()) if code.numel() else 0
+    check(high < 255, name, "scale codes below 255 (255 is NaN)", high)
+    return fold_tiles(w)
+
+
+def block_linear(
+    x: torch.Tensor | MXFP8,
+    w: MXFP8 | FP8Tiles,
+    *,
+    out: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Linear with E4M3 weights in 32 x 32 tiles and MXFP8 activations.
 
         out = dequantize(x) @ dequantize(w).T, accumulated in f32, rounded once
 
     Args:
         x: [num_tokens, in] bf16, quantised here, or an MXFP8 view of values [num_tokens, in] e4m3.
-        w: MXFP8 tiles: values [out, in] e4m3, scale [out/32, in/32] e8m0.
+        w: MXFP8 tiles: values [out, in] e4m3, scale [out/32, in/32] e8m0. Or FP8Tiles of ``pack_linear``:
+            then x too is folded to one scale a 128 values, the largest of four.
         out: [num_tokens, out] bf16 to write into.
+        scratch: [bytes] uint8, at least ``block_linear_scratch(...)``; contents need no preparation.
 
     Returns:
         [num_tokens, out] bf16; ``out`` itself when it was given.
 
     Contract: no host sync; graph-safe; allocates only what is None (and the quantised x); the same bits on
-        every run.
+        every run; on Hopper a row's bits do not depend on the other rows, nor on their number within 0 to 128
+        tokens and within more.
     Reference: dsv41_reference.linear.block_linear
     """
     name = "block_linear"
-    _check_weight(name, w)
+    if not isinstance(w, FP8Tiles):
+        _check_weight(name, w)
+    numerics = "fp8" if isinstance(w, FP8Tiles) else "exact"
     x = mxfp8_operand(name, x, w.values.shape[1], w.values)
     shape = (x.values.shape[0], w.values.shape[0])
     out = output(name, out, shape, torch.bfloat16, w.values)
-    _BLOCK(*x.flat(), *w.flat(), out)
+    need = 0 if out.device.type == "cpu" else block_linear_scratch(*shape, w.values.shape[1], numerics)
+    if scratch is None:
+        scratch = torch.empty(need, dtype=torch.uint8, device=out.device)
+    check_tensor(name, "scratch", scratch, (None,), torch.uint8, like=out)
+    check(len(scratch) >= need, name, f"scratch: at least {need} bytes", len(scratch))
+    _BLOCK(*x.flat(), *w.flat(), numerics, out, scratch)
     return out
 
 

@@ -1,0 +1,294 @@
+// block_linear on the FP8 tensor cores: out[token, feature] = sum_k x[token, k] w[feature, k], both E4M3 in the
+// checkpoint's layout, with power-of-two scales applied outside.
+//
+// One wgmma covers the 32 k of one scale (PROMOTE = 1) or 128 k (PROMOTE = 4, weights folded to 128 x 128 tiles);
+// its sums go into f32 accumulators with the product of the two scales, so nothing is decoded and no scale is
+// approximated. The tensor cores align the 32 products to 13 bits behind the largest one before they add them.
+// Tokens are the A operand: a thread has two tokens and few scales. One producer warp group copies rows, two
+// consumer groups multiply; each accumulates MB x 64 tokens x COLUMNS features. The order of a sum depends on K
+// and the number of splits only.
+#pragma once
+
+namespace blocks {
+
+constexpr int BLOCK_K = 128;
+
+// WM x WN consumer groups; UNIT: features of one wgmma.
+template <int WM, int WN, int MB, int BN, int UNIT, int PROMOTE>
+struct Shape {
+  static_assert(WM * WN == 2 && 4 % PROMOTE == 0);
+  static constexpr int BM = 64 * MB * WM, COLUMNS = BN / WN, UNITS = COLUMNS / UNIT;
+  static constexpr int BUFFERS = MB * UNIT > 128 ? 1 : 2;  // products in flight, as registers allow
+  static constexpr int WMS = WM, MBS = MB, BNS = BN, UNITN = UNIT, STEPS = 4 / PROMOTE, PER_STEP = PROMOTE;
+  static constexpr int TILE = 128 / STEPS;  // features and k that share a scale
+  static constexpr int STAGE = (BM + BN) * BLOCK_K;
+  static constexpr int FIT = (232448 - 256) / STAGE, STAGES = FIT < 12 ? FIT : 12;
+  static constexpr int BYTES = STAGES * STAGE + 256;
+  static constexpr int PRODUCER = 40, CONSUMER = 232;
+  static_assert(128 * PRODUCER + 256 * CONSUMER <= 65536 / 384 / 8 * 8 * 384);
+};
+
+struct Tile {
+  int row, column, split;
+};
+
+// Tiles in groups of 16 blocks of tokens, so that those that run at once share tokens and weights in the L2.
+template <class S>
+__device__ __forceinline__ Tile tile_of(int work, int tokens, int features, int splits) {
+  int split = work % splits, tile = work / splits;
+  int columns = (features + S::BNS - 1) / S::BNS, rows = (tokens + S::BM - 1) / S::BM;
+  int group = tile / (16 * columns), in_group = tile - group * 16 * columns;
+  int height = min(16, rows - 16 * group), column = in_group / height;
+  return {(16 * group + in_group - column * height) * S::BM, column * S::BNS, split};
+}
+
+// Byte `index` of `codes` as 2^(code - 127); code 0 counts as 0 and 255 as infinity.
+__device__ __forceinline__ float power(uint32_t codes, int index) {
+  return __uint_as_float((index == 0 ? codes << 23 : codes >> (8 * index) << 23) & 0x7F800000u);
+}
+
+// Where a warp group stands in the ring of stages.
+struct Ring {
+  int stage;
+  uint32_t phase;
+  template <int STAGES>
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+};
+
+template <class S>
+__device__ __forceinline__ uint8_t* tokens_at(uint8_t* shared, int stage) { return shared + stage * S::STAGE; }
+template <class S>
+__device__ __forceinline__ uint64_t* full_at(uint8_t* shared, int stage) {
+  return reinterpret_cast<uint64_t*>(shared + S::STAGES * S::STAGE) + stage;
+}
+template <class S>
+__device__ __forceinline__ uint64_t* empty_at(uint8_t* shared, int stage) { return full_at<S>(shared, stage) + 12; }
+
+// The scale codes of one block of k: four codes a word (PROMOTE 1) or one.
+template <class S>
+__device__ __forceinline__ uint32_t codes(const uint8_t* scale) {
+  if constexpr (S::STEPS == 4) return __ldg(reinterpret_cast<const uint32_t*>(scale));
+  return __ldg(scale);
+}
+
+__device__ __forceinline__ uint32_t pair_bf16(float low, float high) {
+  return static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(low))) |
+         static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(high))) << 16;
+}
+
+// p[j] of the four lanes of a quad to p[lane] of each: a lane then has 16 bytes in a row.
+__device__ __forceinline__ uint4 transpose_quad(const uint32_t (&p)[4], int lane) {
+  bool odd = lane & 1, high = lane & 2;
+  uint32_t r0 = __shfl_xor_sync(0xFFFFFFFFu, odd ? p[0] : p[1], 1);
+  uint32_t r1 = __shfl_xor_sync(0xFFFFFFFFu, odd ? p[2] : p[3], 1);
+  uint32_t a0 = odd ? r0 : p[0], a1 = odd ? p[1] : r0, b0 = odd ? r1 : p[2], b1 = odd ? p[3] : r1;
+  r0 = __shfl_xor_sync(0xFFFFFFFFu, high ? a0 : b0, 2);
+  r1 = __shfl_xor_sync(0xFFFFFFFFu, high ? a1 : b1, 2);
+  return high ? make_uint4(r0, r1, b0, b1) : make_uint4(a0, a1, r0, r1);
+}
+
+// x [tokens, K] and x_scale [tokens, K / TILE]; w [features, K] and w_scale [features / TILE, K / TILE]. With
+// splits > 1, `parts` [splits, tokens, features] gets the sums of each share of K, else `out` [tokens, features].
+template <int WM, int WN, int MB, int BN, int UNIT, int PROMOTE>
+__device__ __forceinline__ void linear(const uint8_t* x, const uint8_t* x_scale, const uint8_t* w,
+                                       const uint8_t* w_scale, int tokens, int features, int K, int splits,
+                                       void* out, float* parts, uint8_t* shared) {
+  using S = Shape<WM, WN, MB, BN, UNIT, PROMOTE>;
+  int thread = threadIdx.x & 127, role = threadIdx.x >> 7, blocks_k = K / BLOCK_K;
+  int total = (features + BN - 1) / BN * ((tokens + S::BM - 1) / S::BM) * splits;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::STAGES; ++i) {
+      hopper::barrier_init(full_at<S>(shared, i), 128);
+      hopper::barrier_init(empty_at<S>(shared, i), 8);
+    }
+    hopper::fence_barrier_init();
+  }
+  __syncthreads();
+  Ring ring{0, 0};
+
+  if (role == 0) {
+    hopper::registers_shrink<S::PRODUCER>();
+    int piece = thread & 7, first = thread >> 3;
+    int swizzled = hopper::swizzle_128(first, piece);  // rows go by 16, so the swizzle does not change
+    for (int work = blockIdx.x; work < total; work += gridDim.x) {
+      Tile tile = tile_of<S>(work, tokens, features, splits);
+      int begin = tile.split * blocks_k / splits, end = (tile.split + 1) * blocks_k / splits;
+      int x_rows = min(S::BM, tokens - tile.row), w_rows = min(BN, features - tile.column);
+      const uint8_t* x_from = x + static_cast<int64_t>(tile.row + first) * K + piece * 16;
+      const uint8_t* w_from = w + static_cast<int64_t>(tile.column + first) * K + piece * 16;
+      for (int k = begin; k < end; ++k) {
+        hopper::barrier_wait(empty_at<S>(shared, ring.stage), ring.phase ^ 1);
+        uint8_t* to = tokens_at<S>(shared, ring.stage) + swizzled;
+        // Rows beyond the end stay as they are: they make rows and columns of the product that nobody reads.
+#pragma unroll
+        for (int i = 0; i < BN / 16; ++i)
+          hopper::copy_16(to + S::BM * 128 + i * 2048, w_from + static_cast<int64_t>(i * 16) * K + k * 128,
+                          first + i * 16 < w_rows);
+#pragma unroll
+        for (int i = 0; i < S::BM / 16; ++i)
+          hopper::copy_16(to + i * 2048, x_from + static_cast<int64_t>(i * 16) * K + k * 128,
+                          first + i * 16 < x_rows);
+        hopper::barrier_arrive_copies(full_at<S>(shared, ring.stage));
+        ring.template next<S::STAGES>();
+      }
+    }
+    return;
+  }
+
+  hopper::registers_grow<S::CONSUMER>();
+  constexpr int ALL = S::STEPS * MB * S::UNITS, WIDE = UNIT / 8, SCALES = S::COLUMNS / S::TILE ? S::COLUMNS / S::TILE : 1;
+  int m_group = WM == 2 ? role - 1 : 0, n_group = WM == 2 ? 0 : role - 1;
+  int warp = thread >> 5, lane = thread & 31, row_in = m_group * MB * 64 + warp * 16 + (lane >> 2);
+  int groups = K / S::TILE;
+  for (int work = blockIdx.x; work < total; work += gridDim.x) {
+    Tile tile = tile_of<S>(work, tokens, features, splits);
+    int begin = tile.split * blocks_k / splits, end = (tile.split + 1) * blocks_k / splits;
+    int column = tile.column + n_group * S::COLUMNS;
+    int x_from[MB][2], w_from[SCALES];  // a step's scales are far below 2^31 bytes
+    uint32_t x_codes[MB][2], w_codes[SCALES];
+#pragma unroll
+    for (int m = 0; m < MB; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        int row = min(tile.row + row_in + m * 64 + h * 8, tokens - 1);
+        x_from[m][h] = row * groups + begin * S::STEPS;
+        x_codes[m][h] = codes<S>(x_scale + x_from[m][h]);
+      }
+#pragma unroll
+    for (int i = 0; i < SCALES; ++i) {
+      int at = min((column + i * S::TILE) / S::TILE, (features + S::TILE - 1) / S::TILE - 1);
+      w_from[i] = at * groups + begin * S::STEPS;
+      w_codes[i] = codes<S>(w_scale + w_from[i]);
+    }
+    float acc[MB][S::UNITS][UNIT / 2] = {}, part[S::BUFFERS][UNIT / 2] = {};
+#pragma unroll 1
+    for (int k = begin; k < end; ++k) {
+      uint32_t xs[MB][2];
+#pragma unroll
+      for (int m = 0; m < MB; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) xs[m][h] = x_codes[m][h];
+      uint32_t ws[SCALES];
+#pragma unroll
+      for (int i = 0; i < SCALES; ++i) ws[i] = w_codes[i];
+      if (k + 1 < end) {  // the next block's codes arrive while this one is multiplied
+#pragma unroll
+        for (int m = 0; m < MB; ++m)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) x_codes[m][h] = codes<S>(x_scale + (x_from[m][h] += S::STEPS));
+#pragma unroll
+        for (int i = 0; i < SCALES; ++i) w_codes[i] = codes<S>(w_scale + (w_from[i] += S::STEPS));
+      }
+      hopper::barrier_wait(full_at<S>(shared, ring.stage), ring.phase);
+      hopper::fence_async();
+      uint8_t* stage = tokens_at<S>(shared, ring.stage);
+      uint64_t a = hopper::tile_descriptor(hopper::smem_address(stage + m_group * MB * 8192));
+      uint64_t b = hopper::tile_descriptor(hopper::smem_address(stage + (S::BM + n_group * S::COLUMNS) * 128));
+      // Product i: step i / (MB * UNITS) of k, tokens m, features u; the next one runs while this one is added.
+      auto issue = [&](int i) {
+        int step = i / (MB * S::UNITS), m = i / S::UNITS % MB, u = i % S::UNITS;
+        hopper::wgmma_fence();
+#pragma unroll
+        for (int p = 0; p < PROMOTE; ++p)
+          hopper::wgmma_e4m3_ss(part[i % S::BUFFERS], a + (m * 8192 + (step * PROMOTE + p) * 32) / 16,
+                                b + (u * UNIT * 128 + (step * PROMOTE + p) * 32) / 16, p > 0);
+        hopper::wgmma_commit();
+      };
+      if (S::BUFFERS == 2) issue(0);
+#pragma unroll
+      for (int i = 0; i < ALL; ++i) {
+        int next = i + S::BUFFERS - 1;
+        if (next < ALL) issue(next);
+        if (next < ALL && S::BUFFERS == 2) {
+          hopper::wgmma_wait<1>();
+        } else {
+          hopper::wgmma_wait<0>();
+          if (i + 1 == ALL && lane == 0) hopper::barrier_arrive(empty_at<S>(shared, ring.stage));
+        }
+        hopper::keep(part[i % S::BUFFERS]);
+        int step = i / (MB * S::UNITS), m = i / S::UNITS % MB, u = i % S::UNITS;
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) {
+          float scale = power(ws[(u * UNIT + 8 * j) / S::TILE], step);
+          float low = power(xs[m][0], step) * scale, high = power(xs[m][1], step) * scale;
+          float* sum = acc[m][u] + 4 * j;
+          const float* more = part[i % S::BUFFERS] + 4 * j;
+          sum[0] += more[0] * low, sum[1] += more[1] * low, sum[2] += more[2] * high, sum[3] += more[3] * high;
+        }
+      }
+      ring.template next<S::STAGES>();
+    }
+
+#pragma unroll
+    for (int m = 0; m < MB; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        int row = tile.row + row_in + m * 64 + h * 8;
+#pragma unroll
+        for (int u = 0; u < S::UNITS; ++u)
+#pragma unroll
+          for (int j = 0; j < WIDE; j += 4) {
+            int at = column + u * UNIT + 8 * j;  // 32 features
+            const float* sum = acc[m][u] + 4 * j + 2 * h;
+            if (splits > 1) {
+              if (row < tokens && at < features) {
+                float* to = parts + (static_cast<int64_t>(tile.split) * tokens + row) * features + at + 2 * (lane & 3);
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                  *reinterpret_cast<float2*>(to + 8 * c) = make_float2(sum[4 * c], sum[4 * c + 1]);
+              }
+              continue;
+            }
+            uint32_t p[4];
+#pragma unroll
+            for (int c = 0; c < 4; ++c) p[c] = pair_bf16(sum[4 * c], sum[4 * c + 1]);
+            uint4 words = transpose_quad(p, lane);
+            if (row < tokens && at < features)
+              *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(out) + static_cast<int64_t>(row) * features +
+                                        at + 8 * (lane & 3)) = words;
+          }
+      }
+  }
+}
+
+// out = the splits' sums, added in order; four features a thread.
+__device__ __forceinline__ void reduce(const float* parts, int splits, int64_t count, void* out) {
+  int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (4 * at >= count) return;
+  float4 sum = __ldg(reinterpret_cast<const float4*>(parts) + at);
+  for (int s = 1; s < splits; ++s) {
+    float4 more = __ldg(reinterpret_cast<const float4*>(parts + s * count) + at);
+    sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+  }
+  static_cast<uint2*>(out)[at] = make_uint2(pair_bf16(sum.x, sum.y), pair_bf16(sum.z, sum.w));
+}
+
+// Four E4M3 values times 2^(code - top), to nearest even.
+__device__ __forceinline__ uint32_t fold(uint32_t word, int code, int top) {
+  float scale = __uint_as_float(static_cast<uint32_t>(max(127 + code - top, 0)) << 23);
+  uint32_t out = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float v = __half2float(__half(__nv_cvt_fp8_to_halfraw(word >> 8 * i & 0xFF, __NV_E4M3))) * scale;
+    out |= static_cast<uint32_t>(__nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3)) << 8 * i;
+  }
+  return out;
+}
+
+// MXFP8 rows with a scale a 32 k to one a 128 k, the largest of the four; 16 values a thread.
+__device__ __forceinline__ void coarsen(const uint8_t* x, const uint8_t* x_scale, int64_t count, uint8_t* values,
+                                        uint8_t* scale) {
+  int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (16 * at >= count) return;
+  uint32_t four = __ldg(reinterpret_cast<const uint32_t*>(x_scale) + (at >> 3));
+  int top = max(max(four & 0xFF, four >> 8 & 0xFF), max(four >> 16 & 0xFF, four >> 24));
+  int code = four >> 8 * (at >> 1 & 3) & 0xFF;
+  uint4 v = __ldg(reinterpret_cast<const uint4*>(x) + at);
+  if (code != top) v = make_uint4(fold(v.x, code, top), fold(v.y, code, top), fold(v.z, code, top), fold(v.w, code, top));
+  reinterpret_cast<uint4*>(values)[at] = v;
+  if ((at & 7) == 0) scale[at >> 3] = top;
+}
+
+}  // namespace blocks

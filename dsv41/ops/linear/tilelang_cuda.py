@@ -1,0 +1,161 @@
+"""block_linear on Hopper: FP8 tensor cores, the scales applied between products; split K for few rows."""
+
+from pathlib import Path
+
+import tilelang.language as T
+import torch
+
+from ..._op import compiled
+from .._tilelang import build, device_source
+from .api import linear_parts, num_splits
+
+SMS = 132  # blocks of the persistent product; any number is right
+THREADS = 256
+# Kind of tile: consumer groups along tokens and features, 64-row blocks a group, features of a tile and of a
+# product. All give the same bits.
+TILES = {
+    "decode": (1, 2, 1, 128, 64),
+    "middle": (2, 1, 1, 128, 64),
+    "prefill": (2, 1, 2, 128, 64),
+    "middle128": (2, 1, 1, 128, 128),
+    "prefill128": (2, 1, 2, 128, 128),
+    "decode256": (1, 2, 1, 256, 64),
+}
+
+
+def _source() -> str:
+    return device_source(Path(__file__).parent / "block_gemm.cuh", wgmma={"e4m3_ss": (64, 128)})
+
+
+def tile_rows(tile: str) -> int:
+    """Tokens of a tile."""
+    return 64 * TILES[tile][0] * TILES[tile][2]
+
+
+def shared_bytes(tile: str) -> int:
+    """`Shape::BYTES` of block_gemm.cuh."""
+    stage = (tile_rows(tile) + TILES[tile][3]) * 128
+    return min(12, (232448 - 256) // stage) * stage + 256
+
+
+@compiled
+def _product(tile, per, arch):
+    """``per``: k of one weight scale, 32 or 128."""
+    source, template = _source(), ", ".join(map(str, (*TILES[tile], per // 32)))
+    tokens, features, k = T.dynamic("tokens"), T.dynamic("features"), T.dynamic("k")
+    groups, tiles, size = T.dynamic("groups"), T.dynamic("tiles"), T.dynamic("size")
+
+    @T.prim_func
+    def product(
+        x: T.Tensor((tokens, k), T.uint8),
+        x_scale: T.Tensor((tokens, groups), T.uint8),
+        w: T.Tensor((features, k), T.uint8),
+        w_scale: T.Tensor((tiles, groups), T.uint8),
+        out: T.Tensor((tokens, features), T.bfloat16),
+        parts: T.Tensor((size,), T.float32),
+        splits: T.int32,
+    ):
+        with T.Kernel(SMS, threads=384) as _:
+            T.import_source(source)
+            shared = T.alloc_shared((shared_bytes(tile),), T.uint8)
+            T.call_extern(
+                "handle",
+                f"blocks::linear<{template}>",
+                x.access_ptr("r"),
+                x_scale.access_ptr("r"),
+                w.access_ptr("r"),
+                w_scale.access_ptr("r"),
+                tokens,
+                features,
+                k,
+                splits,
+                out.access_ptr("w"),
+                parts.access_ptr("w"),
+                shared.access_ptr("rw"),
+            )
+
+    return build(product, arch)
+
+
+@compiled
+def _reduce(arch):
+    source = _source()
+    tokens, features, size = T.dynamic("tokens"), T.dynamic("features"), T.dynamic("size")
+
+    @T.prim_func
+    def reduce(
+        parts: T.Tensor((size,), T.float32), out: T.Tensor((tokens, features), T.bfloat16), splits: T.int32
+    ):
+        with T.Kernel(T.ceildiv(tokens * features, 4 * THREADS), threads=THREADS) as _:
+            T.import_source(source)
+            T.call_extern(
+                "handle",
+                "blocks::reduce",
+                parts.access_ptr("r"),
+                splits,
+                T.cast(tokens, "int64") * features,
+                out.access_ptr("w"),
+            )
+
+    return build(reduce, arch)
+
+
+@compiled
+def _coarsen(arch):
+    source = _source()
+    tokens, k, groups, coarse = T.dynamic("tokens"), T.dynamic("k"), T.dynamic("groups"), T.dynamic("coarse")
+
+    @T.prim_func
+    def coarsen(
+        x: T.Tensor((tokens, k), T.uint8),
+        x_scale: T.Tensor((tokens, groups), T.uint8),
+        values: T.Tensor((tokens, k), T.uint8),
+        scale: T.Tensor((tokens, coarse), T.uint8),
+    ):
+        with T.Kernel(T.ceildiv(tokens * (k // 16), THREADS), threads=THREADS) as _:
+            T.import_source(source)
+            T.call_extern(
+                "handle",
+                "blocks::coarsen",
+                x.access_ptr("r"),
+                x_scale.access_ptr("r"),
+                T.cast(tokens, "int64") * k,
+                values.access_ptr("w"),
+                scale.access_ptr("w"),
+            )
+
+    return build(coarsen, arch)
+
+
+def variants(cfg):
+    """Every build that a model of this configuration needs."""
+    for per in (32, 128):
+        for tile in TILES:
+            yield _product, (tile, per, "sm_90a")
+    yield _reduce, ("sm_90a",)
+    yield _coarsen, ("sm_90a",)
+
+
+def choose_tile(tokens: int, features: int) -> str:
+    """The tile of a call: small ones as long as large ones leave multiprocessors idle."""
+    if tokens <= 64:
+        return "decode"
+    columns = -(-features // 128)
+    return "prefill" if -(-tokens // 256) * columns >= 2 * SMS else "middle"
+
+
+def block_linear(x, x_scale, w, w_scale, numerics, out, scratch):
+    """Launches for ``dsv41.ops.block_linear``."""
+    (tokens, k), features, arch = x.shape, w.shape[0], "sm_90a"
+    if tokens == 0:
+        return
+    splits = num_splits(tokens, features, k)
+    values, scale, parts = linear_parts(scratch, tokens, features, k, numerics)
+    x, w = x.view(torch.uint8), w.view(torch.uint8)
+    if numerics == "fp8":
+        _coarsen(arch)(x, x_scale, values, scale)
+        x, x_scale = values, scale
+    product = _product(choose_tile(tokens, features), 128 if numerics == "fp8" else 32, arch)
+    product(x, x_scale, w, w_scale, out, parts, splits)
+    if splits > 1:
+        _reduce(arch)(parts, out, splits)
