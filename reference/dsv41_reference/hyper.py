@@ -2,6 +2,7 @@
 
 import torch
 
+from .norm_rope import rms_norm_quantize
 from .numerics import bf16, matmul, mean_square, narrow, sigmoid, wide
 
 
@@ -30,8 +31,9 @@ def mhc_mixes(
     pre: torch.Tensor,
     post: torch.Tensor,
     comb: torch.Tensor,
+    scratch: torch.Tensor,
 ) -> None:
-    """Reference of ``dsv41.ops.mhc_mixes``."""
+    """Reference of ``dsv41.ops.mhc_mixes``; needs no scratch."""
     streams = x.shape[1]
     row = x.flatten(1)
     m = matmul(row, fn) * torch.rsqrt(mean_square(row) + norm_eps)
@@ -53,3 +55,34 @@ def mhc_expand(
     """Reference of ``dsv41.ops.mhc_expand``."""
     mixed = wide(comb).transpose(1, 2) @ wide(x)  # sums over comb's first stream index
     out.copy_(bf16(wide(post)[:, :, None] * wide(y)[:, None, :] + mixed))
+
+
+def mhc_boundary(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    pre: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    norm_eps: float,
+    eps: float,
+    iters: int,
+    floor: float,
+    out: torch.Tensor,
+    next_pre: torch.Tensor,
+    next_post: torch.Tensor,
+    next_comb: torch.Tensor,
+    norm: torch.Tensor,
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    collapsed: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:
+    """Reference of ``dsv41.ops.mhc_boundary``: the ops one after the other."""
+    mhc_expand(y, x, post, comb, out)
+    mhc_mixes(out, fn, base, scale, norm_eps, eps, iters, next_pre, next_post, next_comb, scratch)
+    mhc_collapse(out, pre, collapsed)
+    rms_norm_quantize(collapsed, weight, norm_eps, floor, norm, values, codes)

@@ -16,7 +16,7 @@ def tensors(result: Any) -> list[torch.Tensor]:
         return [result.values, result.scale]
     if isinstance(result, torch.Tensor):
         return [result]
-    return [x for x in result if x is not None]
+    return [t for x in result if x is not None for t in tensors(x)]
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

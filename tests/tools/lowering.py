@@ -118,17 +118,19 @@ def lower_tilelang(module: str, builder: Any, args: tuple[Any, ...], arch: str |
 
 
 def lower_triton(module: str, index: int, arch: int = 90) -> Lowered:
-    """Compile a variant of a Triton kernel file; those are (kernel, (signature, constants))."""
+    """Compile a variant of a Triton kernel file; those are (kernel, (signature, constants[, options]))."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     from dsv41 import V41FlashConfig
 
-    kernel, (signature, constants, *_) = all_variants(module, V41FlashConfig())[index]
+    kernel, (signature, constants, *options) = all_variants(module, V41FlashConfig())[index]
     types = {**signature, **dict.fromkeys(constants, "constexpr")}
     order = {name: types[name] for name in kernel.arg_names}
     made = compile(
-        ASTSource(kernel, signature=order, constexprs=constants), target=GPUTarget("cuda", arch, 32)
+        ASTSource(kernel, signature=order, constexprs=constants),
+        target=GPUTarget("cuda", arch, 32),
+        options=options[0] if options else None,
     )
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"

@@ -1,11 +1,22 @@
 """Engram: hash n-grams of token ids to table rows, read the rows, gate what they say into the streams."""
 
 import itertools
+from typing import Any
 
 import torch
 
-from ..._op import Op, check, check_tensor, check_values, output
+from ..._op import Kernel, Op, check, check_tensor, check_values, output
 from ...formats import E4M3, E8M0
+
+
+def _one_tile(x: torch.Tensor, *_: Any) -> str | None:
+    return None if x.shape[2] <= 16384 else f"built for rows of up to 16384, not {x.shape[2]}"
+
+
+def _whole(tokens: Any, positions: Any, cu: Any, lookback: Any, classes: Any, *constants: Any) -> str | None:
+    whole = all(x.is_contiguous() for x in constants[:3])
+    return None if whole else "multipliers, primes or offsets are strided"
+
 
 _HASH = Op(
     "engram_hash(Tensor tokens, Tensor positions, Tensor cu_seqlens, Tensor? lookback, Tensor token_classes,"
@@ -13,17 +24,20 @@ _HASH = Op(
     " Tensor(a!) out) -> ()",
     reference="dsv41_reference.engram:engram_hash",
     package=__package__,
+    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",), supports=_whole),),
 )
 _LOOKUP = Op(
     "engram_lookup(Tensor rows, Tensor values, Tensor scale, Tensor(a!) out) -> ()",
     reference="dsv41_reference.engram:engram_lookup",
     package=__package__,
+    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",)),),
 )
 _GATE = Op(
     "engram_gate(Tensor x, Tensor kv, Tensor q_weight, Tensor k_weight, Tensor? dead, float eps,"
     " Tensor(a!) out) -> ()",
     reference="dsv41_reference.engram:engram_gate",
     package=__package__,
+    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",), supports=_one_tile),),
 )
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -142,8 +156,9 @@ def engram_lookup(
 
     Args:
         rows: [num_tokens, columns] int32; may be one layer's slice of `engram_hash`.
-        values: [num_rows, head_dim] float8_e4m3fn, head_dim a multiple of 32.
-        scale: [num_rows, head_dim/32] float8_e8m0fnu.
+        values: [num_rows, head_dim] float8_e4m3fn, head_dim a multiple of 32; with ``rows`` on a GPU also in
+            pinned host memory.
+        scale: [num_rows, head_dim/32] float8_e8m0fnu, beside ``values``.
         out: [num_tokens, columns * head_dim] bf16 to write into.
 
     Returns:
@@ -156,10 +171,14 @@ def engram_lookup(
     """
     name = "engram_lookup"
     check_tensor(name, "rows", rows, (None, None), torch.int32)
-    check_tensor(name, "values", values, (None, None), E4M3, like=rows, contiguous=True)
+    # The schema's tensors may live in two places: a GPU reads pinned host memory where it is.
+    pinned = rows.device.type == "cuda" and values.device.type == "cpu" and values.is_pinned()
+    place = None if pinned else rows
+    check_tensor(name, "values", values, (None, None), E4M3, like=place, contiguous=True)
     count, width = values.shape
     check(width % 32 == 0, name, "values: head_dim a multiple of 32", values)
-    check_tensor(name, "scale", scale, (count, width // 32), E8M0, like=rows, contiguous=True)
+    check_tensor(name, "scale", scale, (count, width // 32), E8M0, like=values, contiguous=True)
+    check(not pinned or scale.is_pinned(), name, "scale: pinned, as values", "pageable memory")
     out = output(name, out, (rows.shape[0], rows.shape[1] * width), torch.bfloat16, rows)
     codes = scale.view(torch.uint8)
     if check_values():

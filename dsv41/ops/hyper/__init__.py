@@ -1,3 +1,3 @@
-from .api import mhc_collapse, mhc_expand, mhc_mixes
+from .api import Boundary, mhc_boundary, mhc_collapse, mhc_expand, mhc_mixes, mhc_scratch
 
-__all__ = ["mhc_collapse", "mhc_expand", "mhc_mixes"]
+__all__ = ["Boundary", "mhc_boundary", "mhc_collapse", "mhc_expand", "mhc_mixes", "mhc_scratch"]

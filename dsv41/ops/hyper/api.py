@@ -1,25 +1,103 @@
-"""mHC: mixes, collapse and expand of the residual streams."""
+"""mHC: mixes, collapse and expand of the residual streams, and all between two sub-layers at once."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-from ..._op import Op, check, check_tensor, output
+from ..._op import Kernel, Op, check, check_tensor, output
+from ...formats import MXFP8
+from ..quant.api import quantised_output
+
+
+def _mixing(x: torch.Tensor, fn: torch.Tensor) -> str | None:
+    if x.shape[1] != 4:
+        return f"built for 4 streams, not {x.shape[1]}"
+    if x.shape[2] % 32:
+        return f"hidden a multiple of 32, not {x.shape[2]}"
+    return None if fn.is_contiguous() else "fn is strided"
+
+
+def _boundary(
+    y: Any, x: torch.Tensor, post: Any, comb: Any, pre: Any, fn: torch.Tensor, *_: Any
+) -> str | None:
+    return _mixing(x, fn)
+
+
+def _triton(supports: Callable[..., str | None] | None = None) -> tuple[Kernel, ...]:
+    return (Kernel("triton_cuda", "cuda", needs=("triton",), supports=supports),)
+
 
 _MIXES = Op(
     "mhc_mixes(Tensor x, Tensor fn, Tensor base, Tensor scale, float norm_eps, float eps, int iters,"
-    " Tensor(a!) pre, Tensor(b!) post, Tensor(c!) comb) -> ()",
+    " Tensor(a!) pre, Tensor(b!) post, Tensor(c!) comb, Tensor(d!) scratch) -> ()",
     reference="dsv41_reference.hyper:mhc_mixes",
     package=__package__,
+    kernels=_triton(lambda x, fn, *_: _mixing(x, fn)),
 )
 _COLLAPSE = Op(
     "mhc_collapse(Tensor x, Tensor pre, Tensor(a!) out) -> ()",
     reference="dsv41_reference.hyper:mhc_collapse",
     package=__package__,
+    kernels=_triton(),
 )
 _EXPAND = Op(
     "mhc_expand(Tensor y, Tensor x, Tensor post, Tensor comb, Tensor(a!) out) -> ()",
     reference="dsv41_reference.hyper:mhc_expand",
     package=__package__,
+    kernels=_triton(),
 )
+
+_BOUNDARY = Op(
+    "mhc_boundary(Tensor y, Tensor x, Tensor post, Tensor comb, Tensor pre, Tensor fn, Tensor base,"
+    " Tensor scale, Tensor weight, float norm_eps, float eps, int iters, float floor, Tensor(a!) out,"
+    " Tensor(b!) next_pre, Tensor(c!) next_post, Tensor(d!) next_comb, Tensor(e!) norm, Tensor(f!) values, Tensor(g!) codes,"
+    " Tensor(h!) collapsed, Tensor(i!) scratch) -> ()",
+    reference="dsv41_reference.hyper:mhc_boundary",
+    package=__package__,
+    kernels=_triton(_boundary),
+)
+
+
+class Boundary(NamedTuple):
+    """What lies between two sub-layers; see `mhc_boundary`."""
+
+    x: torch.Tensor
+    pre: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+    norm: torch.Tensor
+    q: MXFP8
+
+
+ROWS, CHUNK, WIDTH = 64, 32, 32  # tokens and columns of a tile of the kernels; sums a token and part
+
+
+def parts(tokens: int, hidden: int) -> tuple[int, int, int]:
+    """How the kernels cut the columns: parts, chunks a part, and parts a group of chunks.
+
+    A part is a group where those fill a GPU, else one chunk. Chunks are added in the same order either way.
+    """
+    chunks = -(-hidden // CHUNK)
+    groups = next(g for g in (8, 5, 4, 2, 1) if chunks % g == 0)
+    if -(-tokens // ROWS) * groups >= 128:
+        return groups, chunks // groups, 1
+    return chunks, 1, chunks // groups
+
+
+def mhc_scratch(num_tokens: int, hidden: int) -> int:
+    """f32 numbers of scratch that the mixes of ``num_tokens`` rows need on an accelerator."""
+    return num_tokens * WIDTH * parts(num_tokens, hidden)[0]
+
+
+def _scratch(name: str, scratch: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """The caller's scratch after a check, or a new one; the reference on a CPU needs none."""
+    size = 0 if x.device.type == "cpu" else mhc_scratch(x.shape[0], x.shape[2])
+    if scratch is None:
+        return torch.empty(size, dtype=torch.float32, device=x.device)
+    check_tensor(name, "scratch", scratch, (None,), torch.float32, like=x)
+    check(scratch.numel() >= size, name, f"scratch: at least {size} numbers", scratch)
+    return scratch
 
 
 def mhc_mixes(
@@ -31,6 +109,7 @@ def mhc_mixes(
     norm_eps: float,
     eps: float,
     iters: int,
+    scratch: torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mixing coefficients of one sub-layer, from the streams that enter it.
@@ -48,6 +127,7 @@ def mhc_mixes(
         norm_eps: added to the mean square.
         eps: added to pre, after the softmax and in every Sinkhorn denominator.
         iters: row and column normalisations each, the softmax being the first row one.
+        scratch: [n] f32, at least ``mhc_scratch(...)`` numbers; contents need no preparation.
         out: the three results to write into.
 
     Returns:
@@ -71,7 +151,7 @@ def mhc_mixes(
         output(name, given[1], (tokens, streams), torch.float32, x, "out post"),
         output(name, given[2], (tokens, streams, streams), torch.float32, x, "out comb"),
     )
-    _MIXES(x, fn, base, scale, norm_eps, eps, iters, *out)
+    _MIXES(x, fn, base, scale, norm_eps, eps, iters, *out, _scratch(name, scratch, x))
     return out
 
 
@@ -133,3 +213,75 @@ def mhc_expand(
     out = output(name, out, tuple(x.shape), torch.bfloat16, x)
     _EXPAND(y, x, post, comb, out)
     return out
+
+
+def mhc_boundary(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    mixes: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    norm_eps: float,
+    eps: float,
+    iters: int,
+    floor: float = 1e-4,
+    scratch: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> Boundary:
+    """From one sub-layer's output to the next one's input, reading and writing the streams once.
+
+        x    = mhc_expand(y, x, post, comb)                  with the mixes of the sub-layer that made y
+        next = mhc_mixes(x, fn, base, scale)
+        norm = rms_norm(mhc_collapse(x, pre), weight);  q = quantize_mxfp8(norm)
+
+    Args:
+        y: [num_tokens, hidden] bf16, the sub-layer's output; hidden a multiple of 32.
+        x: [num_tokens, streams, hidden] bf16, the streams that entered it.
+        mixes: pre [num_tokens, streams] f32, post and comb of that sub-layer, as `mhc_mixes` gives them.
+        fn: [streams * (streams + 2), streams * hidden] f32 of the next sub-layer, as in `mhc_mixes`.
+        base: [streams * (streams + 2)] f32.
+        scale: [3] f32.
+        weight: [hidden] bf16 of the next sub-layer's norm.
+        norm_eps: added to the mean squares.
+        eps: as in `mhc_mixes`.
+        iters: as in `mhc_mixes`.
+        floor: smallest block maximum that a scale is chosen for.
+        scratch: [n] f32, at least ``mhc_scratch(...)`` numbers; contents need no preparation.
+        out: [num_tokens, streams, hidden] bf16 for the new streams; may be ``x``.
+
+    Returns:
+        Boundary: x (``out`` itself when it was given), pre, post, comb of the next sub-layer, norm
+        [num_tokens, hidden] bf16 and q, its MXFP8.
+
+    Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run and for every
+        batch a row is in, and those of `mhc_mixes` on the new streams.
+    Reference: dsv41_reference.hyper.mhc_boundary
+    """
+    name = "mhc_boundary"
+    check_tensor(name, "x", x, (None, None, None), torch.bfloat16, contiguous=True)
+    tokens, streams, hidden = x.shape
+    check(hidden % 32 == 0, name, "x: hidden a multiple of 32", x)
+    outputs, f32 = streams * (streams + 2), torch.float32
+    check_tensor(name, "y", y, (tokens, hidden), torch.bfloat16, like=x)
+    pre, post, comb = mixes
+    check_tensor(name, "pre", pre, (tokens, streams), f32, like=x, contiguous=True)
+    check_tensor(name, "post", post, (tokens, streams), f32, like=x, contiguous=True)
+    check_tensor(name, "comb", comb, (tokens, streams, streams), f32, like=x, contiguous=True)
+    check_tensor(name, "fn", fn, (outputs, streams * hidden), f32, like=x)
+    check_tensor(name, "base", base, (outputs,), f32, like=x)
+    check_tensor(name, "scale", scale, (3,), f32, like=x)
+    check_tensor(name, "weight", weight, (hidden,), torch.bfloat16, like=x)
+    check(iters >= 1, name, "iters: at least 1", iters)
+    out = output(name, out, tuple(x.shape), torch.bfloat16, x)
+    check(out.is_contiguous(), name, "out: contiguous", f"strides {tuple(out.stride())}")
+    following = tuple(torch.empty_like(m) for m in (pre, post, comb))
+    norm, collapsed = (torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) for _ in range(2))
+    q = quantised_output(name, MXFP8, None, (tokens, hidden), x)
+    _BOUNDARY(
+        y, x, post, comb, pre, fn, base, scale, weight, norm_eps, eps, iters, floor, out, *following, norm,
+        *q.flat(), collapsed, _scratch(name, scratch, x),
+    )  # fmt: skip
+    return Boundary(out, *following, norm, q)

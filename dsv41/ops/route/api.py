@@ -1,20 +1,30 @@
 """Expert choice."""
 
+from typing import Any
+
 import torch
 
-from ..._op import Op, check, check_tensor, check_values, output
+from ..._op import Kernel, Op, check, check_tensor, check_values, output
+
+
+def _few(logits: torch.Tensor, *_: Any) -> str | None:
+    experts = logits.shape[1]
+    return None if experts <= 8192 else f"built for up to 8192 experts, not {experts}"
+
 
 _ROUTE = Op(
     "topk_route(Tensor logits, Tensor bias, Tensor? image_bias, Tensor? image, float temperature,"
     " float scale, Tensor(a!) ids, Tensor(b!) weights) -> ()",
     reference="dsv41_reference.route:topk_route",
     package=__package__,
+    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",), supports=_few),),
 )
 
 _PHYSICAL = Op(
     "physical_experts(Tensor expert_ids, Tensor table, int source, Tensor step, Tensor(a!) out) -> ()",
     reference="dsv41_reference.route:physical_experts",
     package=__package__,
+    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",)),),
 )
 
 
