@@ -55,6 +55,16 @@ CASES = {
     ),
     "v4": Case("584-byte records", layouts=("v4", "v4"), page=(32, 32)),
     "bf16": Case("plain rows", layouts=("bf16", "bf16"), page=(8, 8)),
+    **{
+        f"{a} and {b}": Case("records of two kinds", near=130, layouts=(a, b), page=(16, 16))
+        for a, b in (
+            ("v4", "nvfp4"),
+            ("bf16", "mxfp8"),
+            ("nvfp4", "mxfp8"),
+            ("nvfp4", "nvfp4"),
+            ("mxfp8", "bf16"),
+        )
+    },
     "gap": Case("page strides", gap=4096),
     "heads 2": Case("the tiny model's heads", heads=2),
     "heads 16": Case("a quarter of a tile", heads=16),

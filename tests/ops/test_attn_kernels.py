@@ -48,7 +48,7 @@ def emulate_attn(
         args += [ids, ids.stride(0), ids.shape[1]]
     args += [sink, float(scale), splits, out, out.stride(0), out.stride(1), lse, scratch, SHARED]
     call = f"sparse_attn::attend<{NUMBERS[window.record.layout]}, {NUMBERS[compressed.record.layout]}>"
-    emulate(source, call, args, grid=blocks, threads=384, shared_bytes=216064)
+    emulate(source, call, args, grid=blocks, threads=384, shared_bytes=226304)
     if splits > 1:
         parts = [scratch, rows, heads, splits, sink, out, out.stride(0), out.stride(1), lse]
         emulate(source, "sparse_attn::combine", parts, grid=rows * heads, threads=128)
@@ -95,11 +95,13 @@ FAULTS: dict[str, tuple[str, str]] = {
     "mask": ("if (keys != ~0ull)", "if (false)"),
     "fence": ("fence_async();\n        warp_arrive(&shared.full", "warp_arrive(&shared.full"),
     "buffer taken early": ("barrier_wait(&shared.empty[buffer][half], turn ^ 1);", ""),
-    "buffer given early": ("      warp_arrive(&shared.taken[sent]);\n      sent ^= 1", "      sent ^= 1"),
+    "buffer given early": ("      warp_arrive(&shared.taken);\n      sent_turn ^= 1", "      sent_turn ^= 1"),
     "q taken early": ("barrier_wait(&shared.q_empty, number & 1);", ""),
     "rescaling": ("scale_rows(out, rescale);\n      add_values(out, weights, tile, first);\n      warp_arrive"
                   "(&shared.empty[buffer][1]);", "add_values(out, weights, tile, first);\n      warp_arrive"
                   "(&shared.empty[buffer][1]);"),
+    "bytes early": ("copy_wait<3>();", "copy_wait<4>();"),
+    "bytes late": ("        __syncwarp();\n      } else {", "      } else {"),
     "swizzle": ("(segment & 1) * 4 + piece", "(segment & 1) * 4 + (piece ^ 1)"),
     "scale of the second group": ("piece < 2 ? 0x1010 : 0x3232", "0x1010"),
     "subnormal scales": ("(place_e4m3<0>(scale), TWO_126)", "(place_e4m3<0>(scale | 0x1010), TWO_126)"),

@@ -9,6 +9,7 @@ namespace sparse_attn {
 using namespace hopper;
 
 constexpr int WIDTH = 512, HEADS = 64, KEYS = 64, HALF = 256, THREADS = 384;
+constexpr int RAW_ROW = 304;  // bytes from record to record: an odd number of 16, for the banks
 constexpr int TILE_BYTES = KEYS * WIDTH * 2, COLUMN_BYTES = KEYS * 128, HALF_BYTES = TILE_BYTES / 2;
 
 enum Layout { MXFP8 = 0, NVFP4 = 1, V4 = 2, BF16 = 3 };
@@ -45,13 +46,14 @@ struct Address {
 struct Shared {
   alignas(1024) uint8_t q[TILE_BYTES];
   uint8_t kv[2][TILE_BYTES];
-  uint4 weights[2][4][128];
-  float2 factors[2][128];
+  uint8_t raw[4][16 * RAW_ROW];  // of each producer warp: its 16 records, or halves of them
+  uint4 weights[4][128];
+  float2 factors[128];
   Row rows[2][2];
   int spoiled[4];
-  uint64_t full[2][2], empty[2][2], q_empty, sent[2], taken[2];
+  uint64_t full[2][2], empty[2][2], q_empty, sent, taken;
 };
-static_assert(sizeof(Shared) == 216064, "SHARED_BYTES of tilelang_cuda.py");
+static_assert(sizeof(Shared) == 226304, "SHARED_BYTES of tilelang_cuda.py");
 
 // ---- decoding --------------------------------------------------------------------------------------------
 // Values are placed into bf16 fields as they are: the exponent is then too small by a constant, which the
@@ -79,36 +81,25 @@ __device__ __forceinline__ uint32_t place_e2m1(uint32_t low, uint32_t eight) {
 __device__ __forceinline__ uint32_t e4m3_nan(uint32_t four) { return (four & 0x7F7F7F7Fu) + 0x01010101u & 0x80808080u; }
 __device__ __forceinline__ uint32_t bf16_infinite(uint32_t two) { return (two & 0x7F807F80u) + 0x00800080u & 0x80008000u; }
 
-// What a thread holds of a record: 32 columns.
-template <int LAYOUT>
-struct Segment {
-  static constexpr int WORDS = LAYOUT == NVFP4 ? 4 : LAYOUT == MXFP8 ? 8 : 16;
-  static constexpr int RECORD = LAYOUT == NVFP4 ? 288 : LAYOUT == MXFP8 ? 528 : LAYOUT == V4 ? 576 : 1024;
-  static constexpr bool AHEAD = WORDS <= 8;  // fits in registers while the tile before it is decoded
-};
-
 __device__ __forceinline__ void read_16(uint32_t* to, const uint8_t* from) {
   const uint4 v = *reinterpret_cast<const uint4*>(from);
   to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
 }
 
-// Reads segment `segment` (0..15) of record `at` of a page; zeros where `page` is null.
+// Layouts whose bytes go through shared memory, fetched ahead; the others are read when they are decoded.
 template <int LAYOUT>
-__device__ __forceinline__ void fetch(uint32_t* words, uint32_t& scale, const Records& from, const uint8_t* page,
-                                      uint32_t at, int segment) {
+constexpr bool AHEAD = LAYOUT == NVFP4 || LAYOUT == MXFP8;
+
+// Reads segment `segment` (0..15, 32 columns) of record `at` of a page; zeros where `page` is null.
+template <int LAYOUT>
+__device__ __forceinline__ void read_direct(uint32_t (&words)[16], uint32_t& scale, const Records& from,
+                                            const uint8_t* page, uint32_t at, int segment) {
 #pragma unroll
-  for (int i = 0; i < Segment<LAYOUT>::WORDS; ++i) words[i] = 0;
+  for (int i = 0; i < 16; ++i) words[i] = 0;
   scale = 0;
   if (page == nullptr) return;
-  const uint8_t* record = page + static_cast<size_t>(at) * Segment<LAYOUT>::RECORD;
-  if constexpr (LAYOUT == NVFP4) {
-    read_16(words, record + segment * 16);
-    scale = *reinterpret_cast<const uint16_t*>(record + 256 + segment * 2);
-  } else if constexpr (LAYOUT == MXFP8) {
-    read_16(words, record + segment * 32);
-    read_16(words + 4, record + segment * 32 + 16);
-    scale = record[512 + segment];
-  } else if (LAYOUT == V4 && segment < 14) {
+  const uint8_t* record = page + static_cast<size_t>(at) * (LAYOUT == V4 ? 576 : 1024);
+  if (LAYOUT == V4 && segment < 14) {
     read_16(words, record + segment * 32);
     read_16(words + 4, record + segment * 32 + 16);
     scale = page[static_cast<size_t>(from.page_size) * 576 + at * 8 + segment / 2];
@@ -201,10 +192,7 @@ struct Producer {
   int lane, warp;
   // The tile to fetch next.
   int item, tile, end, query;
-  int low, high;  // its ids `lane` and `lane + 32`
-  // Four pieces of eight words, fetched ahead. NVFP4: piece half * 2 + group is two segments, e = 0 and 1. MXFP8:
-  // piece group * 2 + e is one segment of the half at hand.
-  uint32_t words[4][8], scales[4][2];
+  int low, high;  // its ids `lane` and `lane + 32`, not looked at before they are needed
 
   __device__ __forceinline__ void read_ids() {
     low = high = -1;
@@ -213,11 +201,8 @@ struct Producer {
     const int* ids = near ? window.ids : compressed.ids;
     ids += (near ? window.ids_stride : compressed.ids_stride) * query;
     const int count = near ? window.count : compressed.count;
-    const uint32_t slots = near ? window.slots : compressed.slots;
     if (at < count) low = ids[at];
     if (at + 32 < count) high = ids[at + 32];
-    if (static_cast<uint32_t>(low) >= slots) low = -1;
-    if (static_cast<uint32_t>(high) >= slots) high = -1;
   }
   __device__ __forceinline__ void start(int first) {
     item = first;
@@ -231,7 +216,10 @@ struct Producer {
     else
       start(item + gridDim.x);
   }
-  __device__ __forceinline__ unsigned long long keys() const {
+  __device__ __forceinline__ unsigned long long keys() {
+    const uint32_t slots = tile < work.window_tiles ? window.slots : compressed.slots;
+    if (static_cast<uint32_t>(low) >= slots) low = -1;
+    if (static_cast<uint32_t>(high) >= slots) high = -1;
     return __ballot_sync(~0u, low >= 0) | static_cast<unsigned long long>(__ballot_sync(~0u, high >= 0)) << 32;
   }
   // The slot of this thread's row in group `group` (0 or 1) of its warp's 16 rows.
@@ -246,22 +234,25 @@ struct Producer {
     at = index - page * from.page_size;
     return id < 0 ? nullptr : from.pages + page * from.page_stride;
   }
-  // The record of a group, for layouts that are fetched ahead.
-  template <int LAYOUT>
-  __device__ __forceinline__ const uint8_t* record(const Records& from, int group) const {
-    uint32_t at;
-    const uint8_t* page = find(from, slot(group, low, high), at);
-    return page == nullptr ? nullptr : page + static_cast<size_t>(at) * Segment<LAYOUT>::RECORD;
+  __device__ __forceinline__ uint8_t* raw(int group) const {
+    return shared.raw[warp] + (group * 8 + (lane & 7)) * RAW_ROW;
   }
+  // Copies a half (256 columns) of a group of records. NVFP4: both halves have their place in `raw`; MXFP8: one.
   template <int LAYOUT>
-  __device__ __forceinline__ void fetch_piece(const uint8_t* const (&records)[2], int half, int i) {
-    const int segment = lane >> 3;
+  __device__ __forceinline__ void fetch(const Records& from, const uint8_t* record, int half, int group) {
+    const bool held = record != nullptr;
+    const uint8_t* source = held ? record : from.pages;
+    const int i = lane >> 3;
     if constexpr (LAYOUT == NVFP4) {
+      uint8_t* to = raw(group) + half * 128;
 #pragma unroll
-      for (int e = 0; e < 2; ++e)
-        fetch<LAYOUT>(words[i] + 4 * e, scales[i][e], window, records[i & 1], 0, (i >> 1) * 8 + e * 4 + segment);
+      for (int k = 0; k < 8; k += 4) copy_16(to + (i + k) * 16, source + (held ? half * 128 + (i + k) * 16 : 0), held);
+      if (i == 0) copy_16(raw(group) + 256 + half * 16, source + (held ? 256 + half * 16 : 0), held);
     } else if constexpr (LAYOUT == MXFP8) {
-      fetch<LAYOUT>(words[i], scales[i][0], window, records[i >> 1], 0, half * 8 + (i & 1) * 4 + segment);
+      uint8_t* to = raw(group);
+#pragma unroll
+      for (int k = 0; k < 16; k += 4) copy_16(to + (i + k) * 16, source + (held ? half * 256 + (i + k) * 16 : 0), held);
+      if (i == 0) copy_16(to + 256, source + (held ? 512 : 0), held);
     }
   }
 
@@ -283,9 +274,16 @@ struct Producer {
     unsigned long long keys;
     int item, low, high;
     bool last, near;
+    const uint8_t* records[2];  // of this thread's row in each group, for layouts that are fetched ahead
   };
-  // Moves to the next such tile and reads the ids behind it; false when there is none.
-  __device__ __forceinline__ bool next(Tile& found, const uint8_t* (&records)[2]) {
+  template <int LAYOUT>
+  __device__ __forceinline__ const uint8_t* record(const Records& from, int group) const {
+    uint32_t at;
+    const uint8_t* page = find(from, slot(group, low, high), at);
+    return page == nullptr ? nullptr : page + static_cast<size_t>(at) * (LAYOUT == NVFP4 ? 288 : 528);
+  }
+  // Moves to the next such tile and asks for the ids behind it; false when there is none.
+  __device__ __forceinline__ bool next(Tile& found) {
     if (item >= work.items()) return false;
     found.keys = keys();
     while (found.keys == 0 && tile + 1 < end) {
@@ -296,80 +294,115 @@ struct Producer {
     found.last = tile + 1 == end, found.near = tile < work.window_tiles;
 #pragma unroll
     for (int group = 0; group < 2; ++group)
-      records[group] = found.near ? record<WINDOW>(window, group) : record<COMPRESSED>(compressed, group);
+      found.records[group] = found.near ? record<WINDOW>(window, group) : record<COMPRESSED>(compressed, group);
     advance();
     return true;
   }
-  // Fetches piece `i` of a tile, of its first half where pieces are of one half.
-  __device__ __forceinline__ void fetch_first(const Tile& of, const uint8_t* const (&records)[2], int i) {
-    if (of.near)
-      fetch_piece<WINDOW>(records, 0, i);
+
+  // Fetches what tile `then` can have when the bytes of a step of the tile before it are used up: all of `group`
+  // after its second half; after the first only where two NVFP4 tiles share the places of their halves.
+  template <int BEFORE>
+  __device__ __forceinline__ void fetch_behind(const Tile& then, int half, int group) {
+    if (then.near)
+      fetch_set<BEFORE, WINDOW>(window, then, half, group);
     else
-      fetch_piece<COMPRESSED>(records, 0, i);
+      fetch_set<BEFORE, COMPRESSED>(compressed, then, half, group);
   }
-  // Decodes a half of tile `now`; what becomes free takes its other half or tile `then`.
+  template <int BEFORE, int LAYOUT>
+  __device__ __forceinline__ void fetch_set(const Records& from, const Tile& then, int half, int group) {
+    if (BEFORE == NVFP4 && LAYOUT == NVFP4) {
+      fetch<LAYOUT>(from, then.records[group], half, group);
+    } else if (half == 1) {
+      fetch<LAYOUT>(from, then.records[group], 0, group);
+      if (LAYOUT == NVFP4) fetch<LAYOUT>(from, then.records[group], 1, group);
+    }
+  }
+
+  // Decodes a half of tile `now` in two steps, each a group of eight rows, and fetches behind it. `deep`: the bytes
+  // of a step were asked for four steps ago, not two.
   template <int LAYOUT>
   __device__ __forceinline__ uint32_t decode_half(uint8_t* to, int half, const Records& from, const Tile& now,
-                                                  const uint8_t* const (&now_records)[2], bool more, const Tile& then,
-                                                  const uint8_t* const (&then_records)[2]) {
+                                                  bool more, const Tile& then, bool deep) {
     const int segment = lane >> 3;
     uint32_t bad = 0;
-    if constexpr (LAYOUT == NVFP4) {
 #pragma unroll
-      for (int group = 0; group < 2; ++group) {
-        const int i = half * 2 + group;
-        const bool small = !__any_sync(~0u, (large(scales[i][0]) | large(scales[i][1])) != 0);
+    for (int group = 0; group < 2; ++group) {
+      if constexpr (AHEAD<LAYOUT>) {
+        if (LAYOUT == NVFP4 && (half == 1 || deep))
+          copy_wait<3>();
+        else
+          copy_wait<1>();
+        __syncwarp();
+        const uint8_t* bytes = raw(group);
+        if constexpr (LAYOUT == NVFP4) {
+          uint32_t words[2][4], scales[2];
 #pragma unroll
-        for (int e = 0; e < 2; ++e)
-          bad |= small ? decode<LAYOUT, true>(to, row(group), e * 4 + segment, half, words[i] + 4 * e, scales[i][e])
-                       : decode<LAYOUT, false>(to, row(group), e * 4 + segment, half, words[i] + 4 * e, scales[i][e]);
-        if (more) fetch_first(then, then_records, i);
-      }
-    } else if constexpr (LAYOUT == MXFP8) {
+          for (int e = 0; e < 2; ++e) {
+            read_16(words[e], bytes + half * 128 + (e * 4 + segment) * 16);
+            scales[e] = *reinterpret_cast<const uint16_t*>(bytes + 256 + half * 16 + (e * 4 + segment) * 2);
+          }
+          if (!__any_sync(~0u, (large(scales[0]) | large(scales[1])) != 0)) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        bad |= decode<LAYOUT, false>(to, row(i >> 1), (i & 1) * 4 + segment, half, words[i], scales[i][0]);
-        if (half == 0)
-          fetch_piece<LAYOUT>(now_records, 1, i);
-        else if (more)
-          fetch_first(then, then_records, i);
-      }
-    } else {
+            for (int e = 0; e < 2; ++e)
+              bad |= decode<LAYOUT, true>(to, row(group), e * 4 + segment, half, words[e], scales[e]);
+          } else {
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+              bad |= decode<LAYOUT, false>(to, row(group), e * 4 + segment, half, words[e], scales[e]);
+          }
+        } else {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            uint32_t words[8];
+            read_16(words, bytes + (e * 4 + segment) * 32);
+            read_16(words + 4, bytes + (e * 4 + segment) * 32 + 16);
+            const uint32_t scale = bytes[256 + half * 8 + e * 4 + segment];
+            bad |= decode<LAYOUT, false>(to, row(group), e * 4 + segment, half, words, scale);
+          }
+        }
+        __syncwarp();
+      } else {
+        uint32_t at;
+        const uint8_t* page = find(from, slot(group, now.low, now.high), at);
 #pragma unroll 1
-      for (int i = 0; i < 4; ++i) {
-        uint32_t direct[Segment<LAYOUT>::WORDS], scale, at;
-        const uint8_t* page = find(from, slot(i >> 1, now.low, now.high), at);
-        fetch<LAYOUT>(direct, scale, from, page, at, half * 8 + (i & 1) * 4 + segment);
-        bad |= decode<LAYOUT, false>(to, row(i >> 1), (i & 1) * 4 + segment, half, direct, scale);
+        for (int e = 0; e < 2; ++e) {
+          uint32_t words[16], scale;
+          read_direct<LAYOUT>(words, scale, from, page, at, half * 8 + e * 4 + segment);
+          bad |= decode<LAYOUT, false>(to, row(group), e * 4 + segment, half, words, scale);
+        }
       }
-      if (more) fetch_first(then, then_records, half * 2), fetch_first(then, then_records, half * 2 + 1);
+      if (LAYOUT == MXFP8 && half == 0)
+        fetch<LAYOUT>(from, now.records[group], 1, group);
+      else if (more)
+        fetch_behind<LAYOUT>(then, half, group);
+      copy_commit();
     }
     return bad;
   }
 
-  // While a tile is decoded, the next one is fetched into the registers that become free.
   __device__ __forceinline__ void run(const uint8_t* q, long long q_row, long long q_head) {
     lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     start(blockIdx.x);
     Tile now, then;
-    const uint8_t *now_records[2], *then_records[2];
-    bool more = next(now, now_records);
+    bool more = next(now), deep = false;
     if (!more) return;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) fetch_first(now, now_records, i);
+    for (int group = 0; group < 2; ++group) {
+      fetch_behind<BF16>(now, 1, group);
+      copy_commit();
+    }
     copy_q(q, q_row, q_head, now.item);
     int buffer = 0, turn = 0, current = -1, number = 0;  // `number` counts the items of this block
     while (more) {
-      more = next(then, then_records);
+      more = next(then);
       const bool first = now.item != current;
       current = now.item, number += first;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         barrier_wait(&shared.empty[buffer][half], turn ^ 1);
         uint8_t* to = shared.kv[buffer] + half * HALF_BYTES;
-        const uint32_t bad =
-            now.near ? decode_half<WINDOW>(to, half, window, now, now_records, more, then, then_records)
-                     : decode_half<COMPRESSED>(to, half, compressed, now, now_records, more, then, then_records);
+        const uint32_t bad = now.near ? decode_half<WINDOW>(to, half, window, now, more, then, deep)
+                                      : decode_half<COMPRESSED>(to, half, compressed, now, more, then, deep);
         if (first && half == 0) {
           if (number > 1) {
             barrier_wait(&shared.q_empty, number & 1);
@@ -384,7 +417,8 @@ struct Producer {
         warp_arrive(&shared.full[buffer][half]);
       }
       buffer ^= 1, turn ^= buffer == 0;
-      now = then, now_records[0] = then_records[0], now_records[1] = then_records[1];
+      deep = (now.near ? WINDOW : COMPRESSED) == NVFP4;
+      now = then;
     }
   }
 };
@@ -467,7 +501,7 @@ __device__ __forceinline__ void consume_scores(const Work& work, Shared& shared,
   const uint64_t q = tile_descriptor(smem_address(shared.q));
   const float scale_2 = scale * 1.44269504088896340736f;
   float out[128];
-  int buffer = 0, turn = 0, sent = 0, sent_turn = 0, number = 0;
+  int buffer = 0, turn = 0, sent_turn = 0, number = 0;
   for (int item = blockIdx.x; item < work.items(); item += gridDim.x) {
     ++number;
     float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
@@ -525,13 +559,13 @@ __device__ __forceinline__ void consume_scores(const Work& work, Shared& shared,
       for (int k = 0; k < 4; ++k)
 #pragma unroll
         for (int i = 0; i < 4; ++i) weights[k][i] = pair(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
-      barrier_wait(&shared.taken[sent], sent_turn ^ 1);
+      barrier_wait(&shared.taken, sent_turn ^ 1);
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        shared.weights[sent][k][thread] = make_uint4(weights[k][0], weights[k][1], weights[k][2], weights[k][3]);
-      shared.factors[sent][thread] = rescale;
-      warp_arrive(&shared.sent[sent]);
-      sent ^= 1, sent_turn ^= sent == 0;
+        shared.weights[k][thread] = make_uint4(weights[k][0], weights[k][1], weights[k][2], weights[k][3]);
+      shared.factors[thread] = rescale;
+      warp_arrive(&shared.sent);
+      sent_turn ^= 1;
       if (!first && __any_sync(~0u, rescale.x != 1 || rescale.y != 1)) scale_rows(out, rescale);
       add_values(out, weights, smem_address(shared.kv[buffer]), first);
       warp_arrive(&shared.empty[buffer][0]);
@@ -563,10 +597,10 @@ __device__ __forceinline__ void consume_scores(const Work& work, Shared& shared,
       if (mine && lse != nullptr)
         lse[static_cast<size_t>(work.row(item)) * work.heads + at] = logf(sum[r]) + base * 0.69314718055994530942f;
     }
-    barrier_wait(&shared.taken[sent], sent_turn ^ 1);
-    shared.factors[sent][thread] = factor;
-    warp_arrive(&shared.sent[sent]);
-    sent ^= 1, sent_turn ^= sent == 0;
+    barrier_wait(&shared.taken, sent_turn ^ 1);
+    shared.factors[thread] = factor;
+    warp_arrive(&shared.sent);
+    sent_turn ^= 1;
     write_out(out, factor, work, result, item, 0);
   }
 }
@@ -575,33 +609,33 @@ __device__ __forceinline__ void consume_scores(const Work& work, Shared& shared,
 __device__ __forceinline__ void consume_values(const Work& work, Shared& shared, const Result& result) {
   const int thread = threadIdx.x & 127;
   float out[128];
-  int buffer = 0, turn = 0, sent = 0, sent_turn = 0;
+  int buffer = 0, turn = 0, sent_turn = 0;
   for (int item = blockIdx.x; item < work.items(); item += gridDim.x) {
     bool first = true, last;
     do {
       const uint32_t tile = smem_address(shared.kv[buffer]) + HALF_BYTES;
       barrier_wait(&shared.full[buffer][1], turn);
       last = shared.rows[buffer][1].last;
-      barrier_wait(&shared.sent[sent], sent_turn);
+      barrier_wait(&shared.sent, sent_turn);
       uint32_t weights[4][4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const uint4 v = shared.weights[sent][k][thread];
+        const uint4 v = shared.weights[k][thread];
         weights[k][0] = v.x, weights[k][1] = v.y, weights[k][2] = v.z, weights[k][3] = v.w;
       }
-      const float2 rescale = shared.factors[sent][thread];
-      warp_arrive(&shared.taken[sent]);
-      sent ^= 1, sent_turn ^= sent == 0;
+      const float2 rescale = shared.factors[thread];
+      warp_arrive(&shared.taken);
+      sent_turn ^= 1;
       if (!first && __any_sync(~0u, rescale.x != 1 || rescale.y != 1)) scale_rows(out, rescale);
       add_values(out, weights, tile, first);
       warp_arrive(&shared.empty[buffer][1]);
       buffer ^= 1, turn ^= buffer == 0;
       first = false;
     } while (!last);
-    barrier_wait(&shared.sent[sent], sent_turn);
-    const float2 factor = shared.factors[sent][thread];
-    warp_arrive(&shared.taken[sent]);
-    sent ^= 1, sent_turn ^= sent == 0;
+    barrier_wait(&shared.sent, sent_turn);
+    const float2 factor = shared.factors[thread];
+    warp_arrive(&shared.taken);
+    sent_turn ^= 1;
     write_out(out, factor, work, result, item, 1);
   }
 }
@@ -621,9 +655,8 @@ __device__ __forceinline__ void attend(Address q, long long q_row, long long q_h
   if (threadIdx.x == 0) {
     for (int b = 0; b < 2; ++b) {
       for (int half = 0; half < 2; ++half) barrier_init(&shared.full[b][half], 4), barrier_init(&shared.empty[b][half], 4);
-      barrier_init(&shared.sent[b], 4), barrier_init(&shared.taken[b], 4);
     }
-    barrier_init(&shared.q_empty, 4);
+    barrier_init(&shared.q_empty, 4), barrier_init(&shared.sent, 4), barrier_init(&shared.taken, 4);
     for (int i = 0; i < 4; ++i) shared.spoiled[i] = 0;
     fence_barrier_init();
   }

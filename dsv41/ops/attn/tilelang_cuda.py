@@ -10,7 +10,7 @@ from .._tilelang import build, device_source
 
 BLOCKS = 132  # blocks of the persistent kernel; any number is right
 THREADS = 384
-SHARED_BYTES = 216064  # sizeof(Shared) in sparse_attn.cuh and the padding of its alignment
+SHARED_BYTES = 226304  # sizeof(Shared) in sparse_attn.cuh and the padding of its alignment
 NUMBERS = {"mxfp8": 0, "nvfp4": 1, "v4": 2, "bf16": 3}  # enum Layout
 
 
