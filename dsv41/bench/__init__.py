@@ -10,6 +10,7 @@ PARTS = {
     "moe": "MXFP4 experts of a layer on a CUDA device",
     "replay": "bounded replay: rows, FLOPs and time",
     "attn": "sparse attention on a GPU, beside FlashMLA",
+    "linear": "block-scaled linears on a CUDA device, beside bf16 products",
     "eplb": "expert placements: imbalance, movement and planning time",
     "index": "index scores and selection on a CUDA device, beside DeepGEMM and torch.topk",
 }

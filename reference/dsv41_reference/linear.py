@@ -23,7 +23,9 @@ def block_linear(
     out.copy_(bf16(matmul(from_mxfp8(x, x_scale, accumulator()), weight(unpack, w, w_scale))))
 
 
-def grouped_linear(x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor) -> None:
+def grouped_linear(
+    x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor
+) -> None:
     """Reference of ``dsv41.ops.grouped_linear``."""
     groups = x.shape[1]
     stacked = weight(from_mxfp8_tiles, w, w_scale).unflatten(0, (groups, -1))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsv41.formats import FP8Tiles, quantize_mxfp8
-from dsv41.ops import block_linear, pack_linear
+from dsv41.ops import block_linear, grouped_linear, pack_linear
 from dsv41.ops._tilelang import HERE, device_source
 from tests.tools.cuda_emu import SHARED, available, emulate
 
@@ -78,3 +78,23 @@ def test_emulated_block_linear_is_the_reference(tile, tokens, splits, fp8):
     torch.manual_seed(0)
     x, w = make_rows(tokens, 384), make_weight(160, 384, fp8=fp8)
     assert distance(emulate_block(x, w, tile, splits), block_linear(x, w)) < 1e-5
+
+
+@needs_gpp
+@pytest.mark.parametrize("m_blocks, width, tokens, splits", [(1, 64, 9, 2), (2, 128, 150, 1)])
+def test_emulated_grouped_linear_is_the_reference(m_blocks, width, tokens, splits):
+    torch.manual_seed(0)
+    groups, rank, k = 2, 256, 256
+    x, w = torch.randn(tokens, groups, k).bfloat16(), make_weight(groups * rank, k)
+    files = [FOLDER / name for name in ("block_gemm.cuh", "grouped_gemm.cuh")]
+    source = device_source(*files, wgmma={"e4m3_ss": (64,), "bf16_rs": (width,)})
+    out = torch.zeros(tokens, groups, rank, dtype=torch.bfloat16)
+    parts = torch.zeros(splits * out.numel())
+    values, scale = w.flat()
+    args = [x, values.view(torch.uint8), scale, tokens, groups, rank, k, splits, out, parts, SHARED]
+    call = f"grouped::linear<{m_blocks}, {width}>"
+    emulate(source, call, args, grid=3, threads=384, shared_bytes=232448)
+    if splits > 1:
+        args = [parts, splits, out.numel(), out]
+        emulate(source, "blocks::reduce", args, grid=-(-out.numel() // 1024), threads=256)
+    assert distance(out, grouped_linear(x, w)) < 1e-5

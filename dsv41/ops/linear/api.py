@@ -10,14 +10,23 @@ from ...formats import MXFP8, FP8Tiles, fold_tiles
 from ..quant.api import mxfp8_operand
 
 
-def _hopper(x: Any, x_scale: Any, w: Any, w_scale: Any, numerics: str, out: Any, scratch: Any) -> str | None:
-    if x.shape[1] % 128:
-        return "in must be a multiple of 128"
-    rows = {"x": x, "x_scale": x_scale, "w": w, "w_scale": w_scale, "out": out}
-    for label, tensor in rows.items():
+def _unaligned(**tensors: Any) -> str | None:
+    for label, tensor in tensors.items():
         if not tensor.is_contiguous() or tensor.data_ptr() % 16:
             return f"{label} must be contiguous and aligned to 16 bytes"
     return None
+
+
+def _hopper(x: Any, x_scale: Any, w: Any, w_scale: Any, numerics: str, out: Any, scratch: Any) -> str | None:
+    if x.shape[1] % 128:
+        return "in must be a multiple of 128"
+    return _unaligned(x=x, x_scale=x_scale, w=w, w_scale=w_scale, out=out)
+
+
+def _hopper_groups(x: Any, w: Any, w_scale: Any, out: Any, scratch: Any) -> str | None:
+    if x.shape[2] % 128 or out.shape[2] % 256:
+        return "in must be a multiple of 128 and rank of 256"
+    return _unaligned(x=x, w=w, w_scale=w_scale, out=out)
 
 
 _BLOCK = Op(
@@ -31,10 +40,13 @@ _BLOCK = Op(
     ),
 )
 _GROUPED = Op(
-    "grouped_linear(Tensor x, Tensor w, Tensor w_scale, Tensor(a!) out) -> ()",
+    "grouped_linear(Tensor x, Tensor w, Tensor w_scale, Tensor(a!) out, Tensor(b!) scratch) -> ()",
     reference="dsv41_reference.linear:grouped_linear",
     package=__package__,
-    kernels=(Kernel("torch_cuda", "cuda"),),
+    kernels=(
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper_groups),
+        Kernel("torch_cuda", "cuda"),
+    ),
 )
 _LINEAR = Op(
     "linear(Tensor x, Tensor w, Tensor(a!) out) -> ()",
@@ -107,6 +119,14 @@ def block_linear_scratch(
     )
 
 
+def _scratch(name: str, scratch: torch.Tensor | None, need: int, out: torch.Tensor) -> torch.Tensor:
+    if scratch is None:
+        return torch.empty(need, dtype=torch.uint8, device=out.device)
+    check_tensor(name, "scratch", scratch, (None,), torch.uint8, like=out)
+    check(len(scratch) >= need, name, f"scratch: at least {need} bytes", len(scratch))
+    return scratch
+
+
 def _check_weight(name: str, w: Any) -> None:
     good = isinstance(w, MXFP8) and w.tile_rows == 32 and w.values.dim() == 2
     check(good, name, "w: MXFP8 of 32 x 32 tiles", w)
@@ -173,15 +193,19 @@ def block_linear(
     shape = (x.values.shape[0], w.values.shape[0])
     out = output(name, out, shape, torch.bfloat16, w.values)
     need = 0 if out.device.type == "cpu" else block_linear_scratch(*shape, w.values.shape[1], numerics)
-    if scratch is None:
-        scratch = torch.empty(need, dtype=torch.uint8, device=out.device)
-    check_tensor(name, "scratch", scratch, (None,), torch.uint8, like=out)
-    check(len(scratch) >= need, name, f"scratch: at least {need} bytes", len(scratch))
+    scratch = _scratch(name, scratch, need, out)
     _BLOCK(*x.flat(), *w.flat(), numerics, out, scratch)
     return out
 
 
-def grouped_linear(x: torch.Tensor, w: MXFP8, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def grouped_linear_scratch(num_tokens: int, groups: int, rank: int, in_features: int) -> int:
+    """Bytes of scratch that ``grouped_linear`` needs on an accelerator for at most ``num_tokens`` tokens."""
+    return block_linear_scratch(num_tokens, groups * rank, in_features)
+
+
+def grouped_linear(
+    x: torch.Tensor, w: MXFP8, *, out: torch.Tensor | None = None, scratch: torch.Tensor | None = None
+) -> torch.Tensor:
     """One linear a group (``wo_a``): bf16 activations, not quantised, and E4M3 weights in 32 x 32 tiles.
 
         out[t, g] = dequantize(w)[g] @ x[t, g], w viewed as [groups, rank, in]
@@ -190,11 +214,13 @@ def grouped_linear(x: torch.Tensor, w: MXFP8, *, out: torch.Tensor | None = None
         x: [num_tokens, groups, in] bf16.
         w: MXFP8 tiles: values [groups * rank, in] e4m3, any rank that fills whole tiles in all.
         out: [num_tokens, groups, rank] bf16 to write into.
+        scratch: [bytes] uint8, at least ``grouped_linear_scratch(...)``; contents need no preparation.
 
     Returns:
         [num_tokens, groups, rank] bf16; ``out`` itself when it was given.
 
-    Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run.
+    Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run; on Hopper as
+        ``block_linear`` in the bits of a row, for scales of 2^-69 to 2^55.
     Reference: dsv41_reference.linear.grouped_linear
     """
     name = "grouped_linear"
@@ -204,7 +230,9 @@ def grouped_linear(x: torch.Tensor, w: MXFP8, *, out: torch.Tensor | None = None
     check(groups > 0 and w.values.shape[0] % groups == 0, name, "w: [groups * rank, in]", w.values)
     shape = (x.shape[0], groups, w.values.shape[0] // groups)
     out = output(name, out, shape, torch.bfloat16, x)
-    _GROUPED(x, *w.flat(), out)
+    need = 0 if out.device.type == "cpu" else grouped_linear_scratch(*shape, w.values.shape[1])
+    scratch = _scratch(name, scratch, need, out)
+    _GROUPED(x, *w.flat(), out, scratch)
     return out
 
 

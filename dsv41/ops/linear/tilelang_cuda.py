@@ -22,6 +22,9 @@ TILES = {
     "decode256": (1, 2, 1, 256, 64),
 }
 
+# 64-row blocks of weights a consumer group, and tokens.
+GROUPED_TILES = {"decode": (1, 64), "prefill": (2, 128)}
+
 
 def _source() -> str:
     return device_source(Path(__file__).parent / "block_gemm.cuh", wgmma={"e4m3_ss": (64, 128)})
@@ -75,6 +78,47 @@ def _product(tile, per, arch):
             )
 
     return build(product, arch)
+
+
+@compiled
+def _grouped(tile, arch):
+    m_blocks, width = GROUPED_TILES[tile]
+    files = [Path(__file__).parent / name for name in ("block_gemm.cuh", "grouped_gemm.cuh")]
+    source = device_source(*files, wgmma={"e4m3_ss": (64, 128), "bf16_rs": (width,)})
+    stage = 128 * (128 * m_blocks + 2 * width)
+    size_shared = min(12, (232448 - 256) // stage) * stage + 256  # `Shape::BYTES` of grouped_gemm.cuh
+    tokens, groups, k, rank = T.dynamic("tokens"), T.dynamic("groups"), T.dynamic("k"), T.dynamic("rank")
+    rows, row_tiles, k_tiles, size = (T.dynamic(name) for name in ("rows", "row_tiles", "k_tiles", "size"))
+
+    @T.prim_func
+    def grouped(
+        x: T.Tensor((tokens, groups, k), T.bfloat16),
+        w: T.Tensor((rows, k), T.uint8),
+        w_scale: T.Tensor((row_tiles, k_tiles), T.uint8),
+        out: T.Tensor((tokens, groups, rank), T.bfloat16),
+        parts: T.Tensor((size,), T.float32),
+        splits: T.int32,
+    ):
+        with T.Kernel(SMS, threads=384) as _:
+            T.import_source(source)
+            shared = T.alloc_shared((size_shared,), T.uint8)
+            T.call_extern(
+                "handle",
+                f"grouped::linear<{m_blocks}, {width}>",
+                x.access_ptr("r"),
+                w.access_ptr("r"),
+                w_scale.access_ptr("r"),
+                tokens,
+                groups,
+                rank,
+                k,
+                splits,
+                out.access_ptr("w"),
+                parts.access_ptr("w"),
+                shared.access_ptr("rw"),
+            )
+
+    return build(grouped, arch)
 
 
 @compiled
@@ -132,6 +176,8 @@ def variants(cfg):
     for per in (32, 128):
         for tile in TILES:
             yield _product, (tile, per, "sm_90a")
+    for tile in GROUPED_TILES:
+        yield _grouped, (tile, "sm_90a")
     yield _reduce, ("sm_90a",)
     yield _coarsen, ("sm_90a",)
 
@@ -159,3 +205,16 @@ def block_linear(x, x_scale, w, w_scale, numerics, out, scratch):
     product(x, x_scale, w, w_scale, out, parts, splits)
     if splits > 1:
         _reduce(arch)(parts, out, splits)
+
+
+def grouped_linear(x, w, w_scale, out, scratch):
+    """Launches for ``dsv41.ops.grouped_linear``."""
+    (tokens, _, k), rows, arch = x.shape, w.shape[0], "sm_90a"
+    if tokens == 0:
+        return
+    splits = num_splits(tokens, rows, k)
+    _, _, parts = linear_parts(scratch, tokens, rows, k, "exact")
+    product = _grouped("decode" if tokens <= 128 else "prefill", arch)
+    product(x, w.view(torch.uint8), w_scale, out, parts, splits)
+    if splits > 1:
+        _reduce(arch)(parts, out.view(tokens, rows), splits)

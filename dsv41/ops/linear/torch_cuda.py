@@ -28,7 +28,7 @@ def block_linear(x, x_scale, w, w_scale, numerics, out, scratch):
     linear(from_mxfp8(x, x_scale).bfloat16(), unpack(w, w_scale).bfloat16(), out)
 
 
-def grouped_linear(x, w, w_scale, out):
+def grouped_linear(x, w, w_scale, out, scratch):
     """``dsv41.ops.grouped_linear``."""
     groups = x.shape[1]
     weights = from_mxfp8_tiles(w, w_scale, torch.bfloat16).unflatten(0, (groups, -1))
