@@ -26,7 +26,8 @@ from tests.tools.cuda_emu import SHARED, EmulationError, available, emulate
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 emulated = pytest.mark.skipif(not available(), reason="needs g++")
 FOLDER = Path(api.__file__).parent
-SOURCE = device_source(FOLDER / "sparse_attn.cuh", wgmma={"bf16_ss": (64,), "bf16_rs_t": (256,)})
+FILES = (FOLDER / "records.cuh", FOLDER / "sparse_attn.cuh")
+SOURCE = device_source(*FILES, wgmma={"bf16_ss": (64,), "bf16_rs_t": (256,)})
 NUMBERS = {"mxfp8": 0, "nvfp4": 1, "v4": 2, "bf16": 3}
 
 

@@ -15,8 +15,8 @@ NUMBERS = {"mxfp8": 0, "nvfp4": 1, "v4": 2, "bf16": 3}  # enum Layout
 
 
 def _source() -> str:
-    file = Path(__file__).parent / "sparse_attn.cuh"
-    return device_source(file, wgmma={"bf16_ss": (64,), "bf16_rs_t": (256,)})
+    files = (Path(__file__).parent / name for name in ("records.cuh", "sparse_attn.cuh"))
+    return device_source(*files, wgmma={"bf16_ss": (64,), "bf16_rs_t": (256,)})
 
 
 @compiled
