@@ -110,7 +110,9 @@ class Scene:
         scratch = torch.full(
             (lists * (8 * (ROOM + (BLOCK_ROOM if publish else 0)) + 8),), 255, dtype=torch.uint8
         )
-        text = kernel.source("index_score.cuh", "index_topk.cuh", widths=tuple(sorted({32, max(32, 16 * together)})))
+        text = kernel.source(
+            "index_score.cuh", "index_topk.cuh", widths=tuple(sorted({32, max(32, 16 * together)}))
+        )
         named = 0 if candidates is None else candidates.shape[1]
         sizes = [
             tokens,
