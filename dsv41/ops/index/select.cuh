@@ -15,8 +15,7 @@ struct Work {
   uint64_t low[8], high[8];
   uint32_t bins[kBins];
   int warp_sum[8];
-  int bin, above, inside, kept, few;
-  uint64_t close[64];  // keys of the bin where the cut lies, when they are few
+  int bin, above, inside, kept;
 };
 
 // Floats as integers of the same order; the two zeros are one.
@@ -88,7 +87,7 @@ __device__ int cut(uint64_t* list, int count, int k, int slack, Work& work, int 
     high = b > high ? b : high;
   }
   if (lane == 0) work.low[warp] = low, work.high[warp] = high;
-  if (tid == 0) work.kept = 0, work.few = 0;
+  if (tid == 0) work.kept = 0;
   sync();
   for (int i = 0; i < 8; ++i) {
     low = work.low[i] < low ? work.low[i] : low;
@@ -129,30 +128,6 @@ __device__ int cut(uint64_t* list, int count, int k, int slack, Work& work, int 
       break;
     }
     taken += work.above, need -= work.above;
-    if (work.inside <= 64) {
-      // Few are left to choose from: rank them instead of looking closer again.
-      const uint64_t top = edge + ((1ull << shift) - 1);
-      uint32_t within = 0, stays = 0;
-#pragma unroll
-      for (int i = 0; i < PER; ++i) within |= static_cast<uint32_t>(mine[i] >= edge && mine[i] <= top && mine[i] <= high) << i;
-      const int inside = work.inside;
-      append_all(work.close, 0, &work.few, within, mine, lane);
-      sync();
-#pragma unroll
-      for (int i = 0; i < PER; ++i) {
-        bool stay = mine[i] > top || mine[i] > high;
-        if (within >> i & 1) {
-          int rank = 0;
-          for (int j = 0; j < inside; ++j) rank += work.close[j] > mine[i];
-          stay = rank < need;
-        }
-        stays |= static_cast<uint32_t>(stay) << i;
-      }
-      bar = edge - 1;
-      append_all(list, 0, &work.kept, stays, mine, lane);
-      sync();
-      return k;
-    }
     uint64_t last = edge + ((1ull << shift) - 1);
     high = last < high ? last : high;
     low = edge;
