@@ -87,40 +87,70 @@ def _lookup(
     tl.store(to, value, live[:, None, None] & inside[None, :, None])
 
 
+@triton.jit
+def _row(x, first, LAST: tl.constexpr, SIZE: tl.constexpr):
+    """``SIZE`` values of a row from ``first``, zeros from ``LAST``."""
+    column = first + tl.arange(0, SIZE)
+    return tl.load(x + column, column < LAST, other=0.0)
+
+
+@triton.jit
+def _gated(u):
+    """sigmoid(copysign(sqrt(max(|u|, 1e-6)), u)); comparisons let a NaN pass, where a maximum would not."""
+    size = tl.abs(u)
+    steep = tl.sqrt_rn(tl.where(size < 1e-6, 1e-6, size))
+    negative = u.to(tl.int32, bitcast=True) < 0
+    one = tl.full([1], 1.0, tl.float32)
+    return tl.div_rn(one, 1.0 + tl.exp(tl.where(negative, steep, -steep)))
+
+
+@triton.jit
+def _unit(square, eps, HIDDEN: tl.constexpr):
+    one = tl.full([1], 1.0, tl.float32)
+    return tl.div_rn(one, tl.sqrt_rn(one * (square / HIDDEN + eps)))
+
+
 @triton.jit(do_not_specialize=["count"])
 def _gate(
     x, x_stride, x_stream, kv, kv_stride, q_weight, q_stride, k_weight, k_stride, dead, eps, root, out,
     out_stride, out_stream, count,
-    HIDDEN: tl.constexpr, STREAMS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
-    DEAD: tl.constexpr,
+    HIDDEN: tl.constexpr, STREAMS: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
+    GATED: tl.constexpr, DEAD: tl.constexpr,
 ):  # fmt: skip
+    # A row is a power of two and the rest: padding it to one power of two would waste the registers.
     stream = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < HIDDEN
-    weight = tl.load(q_weight + stream * q_stride + column, inside, other=0.0).to(tl.float32)
-    weight *= tl.load(k_weight + stream * k_stride + column, inside, other=0.0).to(tl.float32)
+    q, k = q_weight + stream * q_stride, k_weight + stream * k_stride
+    weight = _row(q, 0, HIDDEN, HEAD).to(tl.float32) * _row(k, 0, HIDDEN, HEAD).to(tl.float32)
+    weight2 = _row(q, HEAD, HIDDEN, TAIL).to(tl.float32) * _row(k, HEAD, HIDDEN, TAIL).to(tl.float32)
     first = tl.program_id(1) * GATED
     for row in range(first, tl.minimum(first + GATED, count)):
         at = tl.cast(row, tl.int64)
-        from_x = x + at * x_stride + stream * x_stream + column
-        from_kv = kv + at * kv_stride + column
-        stored = tl.load(from_x, inside, other=0.0)
-        key = tl.load(from_kv + stream * HIDDEN, inside, other=0.0).to(tl.float32)
-        value = tl.load(from_kv + STREAMS * HIDDEN, inside, other=0.0).to(tl.float32)
-        wide = stored.to(tl.float32)
-        one = tl.full([1], 1.0, tl.float32)
-        x_unit = tl.div_rn(one, tl.sqrt_rn(one * (tl.sum(wide * wide, 0) / HIDDEN + eps)))
-        key_unit = tl.div_rn(one, tl.sqrt_rn(one * (tl.sum(key * key, 0) / HIDDEN + eps)))
-        u = tl.sum(wide * weight * key, 0) * (x_unit * key_unit) / root
-        # Comparisons let a NaN pass, where a maximum would not.
-        size = tl.abs(u)
-        steep = tl.sqrt_rn(tl.where(size < 1e-6, 1e-6, size))
-        negative = u.to(tl.int32, bitcast=True) < 0
-        gate = tl.div_rn(one, 1.0 + tl.exp(tl.where(negative, steep, -steep)))
-        result = (wide + gate * value).to(tl.bfloat16)
+        from_x = x + at * x_stride + stream * x_stream
+        from_kv = kv + at * kv_stride
+        from_key, from_value = from_kv + stream * HIDDEN, from_kv + STREAMS * HIDDEN
+        stored, stored2 = _row(from_x, 0, HIDDEN, HEAD), _row(from_x, HEAD, HIDDEN, TAIL)
+        key = _row(from_key, 0, HIDDEN, HEAD).to(tl.float32)
+        key2 = _row(from_key, HEAD, HIDDEN, TAIL).to(tl.float32)
+        value, value2 = _row(from_value, 0, HIDDEN, HEAD), _row(from_value, HEAD, HIDDEN, TAIL)
+        wide, wide2 = stored.to(tl.float32), stored2.to(tl.float32)
+        x_unit = _unit(tl.sum(wide * wide, 0) + tl.sum(wide2 * wide2, 0), eps, HIDDEN)
+        key_unit = _unit(tl.sum(key * key, 0) + tl.sum(key2 * key2, 0), eps, HIDDEN)
+        product = tl.sum(wide * weight * key, 0) + tl.sum(wide2 * weight2 * key2, 0)
+        gate = _gated(product * (x_unit * key_unit) / root)
+        result = (wide + gate * value.to(tl.float32)).to(tl.bfloat16)
+        result2 = (wide2 + gate * value2.to(tl.float32)).to(tl.bfloat16)
         if DEAD:
-            result = tl.where(tl.load(dead + at) != 0, stored, result)
-        tl.store(out + at * out_stride + stream * out_stream + column, result, inside)
+            closed = tl.load(dead + at) != 0
+            result, result2 = tl.where(closed, stored, result), tl.where(closed, stored2, result2)
+        to = out + at * out_stride + stream * out_stream
+        tl.store(to + tl.arange(0, HEAD), result, tl.arange(0, HEAD) < HIDDEN)
+        tl.store(to + HEAD + tl.arange(0, TAIL), result2, HEAD + tl.arange(0, TAIL) < HIDDEN)
+
+
+def _cut(hidden):
+    """A row as a power of two and what covers the rest."""
+    head = max(32, 1 << (hidden.bit_length() - 1))
+    return {"HEAD": head, "TAIL": max(32, triton.next_power_of_2(hidden - head) if hidden > head else 0)}
 
 
 def engram_hash(
@@ -165,13 +195,11 @@ def engram_gate(x, kv, q_weight, k_weight, dead, eps, out):
     if not count * streams * hidden:
         return
     gated = GATED if count >= 1024 else 1
-    block = triton.next_power_of_2(hidden)
     _gate[(streams, triton.cdiv(count, gated))](
         x, x.stride(0), x.stride(1), kv, kv.stride(0), q_weight, q_weight.stride(0), k_weight,
         k_weight.stride(0), x if dead is None else dead.view(torch.uint8), eps, hidden**0.5,
         out, out.stride(0), out.stride(1), count,
-        HIDDEN=hidden, STREAMS=streams, BLOCK=block, GATED=gated, DEAD=dead is not None,
-        num_warps=min(8, max(1, block // 256)),
+        HIDDEN=hidden, STREAMS=streams, **_cut(hidden), GATED=gated, DEAD=dead is not None, num_warps=8,
     )  # fmt: skip
 
 
@@ -193,6 +221,6 @@ def variants(cfg):
     names = {"x": "*bf16", "x_stride": "i64", "x_stream": "i64", "kv": "*bf16", "kv_stride": "i64"}
     names |= {"q_weight": "*bf16", "q_stride": "i64", "k_weight": "*bf16", "k_stride": "i64", "dead": "*u8"}
     names |= {"eps": "fp32", "root": "fp32", "out": "*bf16", "out_stride": "i64", "out_stream": "i64"}
-    sizes = {"HIDDEN": cfg.hidden, "STREAMS": cfg.num_streams, "BLOCK": triton.next_power_of_2(cfg.hidden)}
+    sizes = {"HIDDEN": cfg.hidden, "STREAMS": cfg.num_streams, **_cut(cfg.hidden)}
     for gated in (1, GATED):
         yield _gate, ({**names, "count": "i32"}, {**sizes, "GATED": gated, "DEAD": True}, {"num_warps": 8})

@@ -51,8 +51,8 @@ _EXPAND = Op(
 _BOUNDARY = Op(
     "mhc_boundary(Tensor y, Tensor x, Tensor post, Tensor comb, Tensor pre, Tensor fn, Tensor base,"
     " Tensor scale, Tensor weight, float norm_eps, float eps, int iters, float floor, Tensor(a!) out,"
-    " Tensor(b!) next_pre, Tensor(c!) next_post, Tensor(d!) next_comb, Tensor(e!) norm, Tensor(f!) values, Tensor(g!) codes,"
-    " Tensor(h!) collapsed, Tensor(i!) scratch) -> ()",
+    " Tensor(b!) next_pre, Tensor(c!) next_post, Tensor(d!) next_comb, Tensor(e!) norm, Tensor(f!) values,"
+    " Tensor(g!) codes, Tensor(h!) collapsed, Tensor(i!) scratch) -> ()",
     reference="dsv41_reference.hyper:mhc_boundary",
     package=__package__,
     kernels=_triton(_boundary),

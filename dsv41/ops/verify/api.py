@@ -1,10 +1,30 @@
 """Speculative decoding on the device: split a draft budget, verify drafts, sample, mask by grammar."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..._op import Op, check, check_tensor, check_values
+from ..._op import Kernel, Op, check, check_tensor, check_values
+
+
+def _small(confidence: torch.Tensor, *_: Any) -> str | None:
+    rows, block = confidence.shape
+    small = rows * block <= 16384 and block <= 64
+    return None if small else f"built for up to 16384 drafts, not {rows} x {block}"
+
+
+def _unsorted(logits: torch.Tensor, temperature: Any, top_k: Any, top_p: Any, *_: Any) -> str | None:
+    if logits.dtype == torch.float64:
+        return "f64 logits"
+    return None if top_k is None and top_p is None else "top-k and top-p sort"
+
+
+def _coupled(
+    logits: torch.Tensor, cu: Any, drafts: Any, draft_logits: Any, t: Any, draft_t: Any, k: Any, p: Any,
+    mask: Any, seeds: Any, uids: Any, positions: Any, rule: str, *_: Any,
+) -> str | None:  # fmt: skip
+    return f"mode {rule}" if rule != "coupled" else _unsorted(logits, t, k, p)
+
 
 _SPLIT = Op(
     "split_budget_ragged(Tensor confidence, Tensor lo, Tensor hi, Tensor base, Tensor bonus,"
@@ -14,6 +34,7 @@ _SPLIT = Op(
     " Tensor(f!) logits_ids, Tensor(g!) stats) -> ()",
     reference="dsv41_reference.budget:split_budget_ragged",
     package=__package__,
+    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",), supports=_small),),
 )
 # The mode travels as `rule`: an argument called `mode` collides with torch's own dispatch under compile.
 _VERIFY = Op(
@@ -23,17 +44,26 @@ _VERIFY = Op(
     " Tensor(a!) tokens, Tensor(b!) num_emitted, Tensor(c!) status) -> ()",
     reference="dsv41_reference.verify:verify_drafts",
     package=__package__,
+    kernels=(
+        Kernel("triton_cuda", "cuda", needs=("triton",), supports=_coupled),
+        Kernel("torch_cuda", "cuda"),
+    ),
 )
 _SAMPLE = Op(
     "sample_tokens(Tensor logits, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? bitmask,"
     " Tensor seeds, Tensor uids, Tensor positions, Tensor columns, str stream, Tensor(a!) tokens) -> ()",
     reference="dsv41_reference.verify:sample_tokens",
     package=__package__,
+    kernels=(
+        Kernel("triton_cuda", "cuda", needs=("triton",), supports=_unsorted),
+        Kernel("torch_cuda", "cuda"),
+    ),
 )
 _BITMASK = Op(
     "apply_token_bitmask(Tensor(a!) logits, Tensor bitmask) -> ()",
     reference="dsv41_reference.verify:apply_token_bitmask",
     package=__package__,
+    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",)),),
 )
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
