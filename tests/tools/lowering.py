@@ -127,8 +127,11 @@ def lower_triton(module: str, index: int, arch: int = 90) -> Lowered:
     kernel, (signature, constants, *options) = all_variants(module, V41FlashConfig())[index]
     types = {**signature, **dict.fromkeys(constants, "constexpr")}
     order = {name: types[name] for name in kernel.arg_names}
+    # As at run time: pointers are aligned, and so are rows.
+    aligned = [i for i, n in enumerate(order) if types[n][0] == "*" or n.endswith(("stride", "stream"))]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     made = compile(
-        ASTSource(kernel, signature=order, constexprs=constants),
+        ASTSource(kernel, signature=order, constexprs=constants, attrs=attributes),
         target=GPUTarget("cuda", arch, 32),
         options=options[0] if options else None,
     )

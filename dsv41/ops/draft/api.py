@@ -6,17 +6,11 @@ import torch
 
 from ..._op import Kernel, Op, check_tensor
 
-
-def _narrow(logits: torch.Tensor, embeds: torch.Tensor, weight: torch.Tensor) -> str | None:
-    rank = weight.shape[1]
-    return None if rank <= 256 else f"built for ranks up to 256, not {rank}"
-
-
 _BIAS = Op(
     "markov_bias(Tensor(a!) logits, Tensor embeds, Tensor weight) -> ()",
     reference="dsv41_reference.draft:markov_bias",
     package=__package__,
-    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",), supports=_narrow),),
+    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",)),),
 )
 
 

@@ -9,19 +9,27 @@ ROWS, COLUMNS = 64, 128  # of logits a program; always the same, so that a row's
 @triton.jit(do_not_specialize=["count"])
 def _bias(
     logits, stride, embeds, embeds_stride, weight, weight_stride, count, vocab,
-    RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RANK: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    k = tl.arange(0, PADDED)
-    live, there, inside = row < count, column < vocab, k < RANK
+    live, there = row < count, column < vocab
     at, to = row.to(tl.int64)[:, None], column.to(tl.int64)[:, None]
-    e = tl.load(embeds + at * embeds_stride + k[None], live[:, None] & inside[None], other=0.0)
-    w = tl.load(weight + to * weight_stride + k[None], there[:, None] & inside[None], other=0.0)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, RANK, PART):
+        k = first + tl.arange(0, PART)
+        inside = (k < RANK)[None]
+        e = tl.load(embeds + at * embeds_stride + k[None], live[:, None] & inside, other=0.0)
+        w = tl.load(weight + to * weight_stride + k[None], there[:, None] & inside, other=0.0)
+        total = tl.dot(e, tl.trans(w), total)
     mask = live[:, None] & there[None]
     place = logits + at * stride + column[None]
     old = tl.load(place, mask, other=0.0)
-    tl.store(place, old + tl.dot(e, tl.trans(w)), mask)
+    tl.store(place, old + total, mask)
+
+
+def _part(rank):
+    return min(64, max(16, triton.next_power_of_2(rank)))
 
 
 def markov_bias(logits, embeds, weight):
@@ -32,7 +40,7 @@ def markov_bias(logits, embeds, weight):
         return
     _bias[(triton.cdiv(count, ROWS), triton.cdiv(vocab, COLUMNS))](
         logits, logits.stride(0), embeds, embeds.stride(0), weight, weight.stride(0), count, vocab,
-        RANK=rank, PADDED=max(16, triton.next_power_of_2(rank)), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8,
+        RANK=rank, PART=_part(rank), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8, num_stages=3,
     )  # fmt: skip
 
 
@@ -41,5 +49,5 @@ def variants(cfg):
     names = {"logits": "*fp32", "stride": "i64", "embeds": "*bf16", "embeds_stride": "i64", "weight": "*bf16"}
     names |= {"weight_stride": "i64", "count": "i32", "vocab": "i32"}
     rank = cfg.draft.markov_rank
-    sizes = {"RANK": rank, "PADDED": max(16, triton.next_power_of_2(rank)), "ROWS": ROWS, "COLUMNS": COLUMNS}
-    yield _bias, (names, sizes, {"num_warps": 8})
+    sizes = {"RANK": rank, "PART": _part(rank), "ROWS": ROWS, "COLUMNS": COLUMNS}
+    yield _bias, (names, sizes, {"num_warps": 8, "num_stages": 3})

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .api import CHUNK, ROWS, WIDTH, parts
 
-TOKENS = 8  # tokens that a program of `_finish` makes coefficients of
+TOKENS = 4  # tokens that a program of `_finish` makes coefficients of
 
 
 @triton.jit
@@ -90,18 +90,19 @@ def _streams(
 def _coefficients(
     partial, base, scale, norm_eps, eps, iters, pre, post, comb, count, block,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr,
-    INNER: tl.constexpr,
+    PADDED: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     row = block * TOKENS + tl.arange(0, TOKENS)
     live = row < count
     slot = tl.arange(0, WIDTH)
-    sums = tl.zeros([TOKENS, WIDTH], tl.float32)
-    for group in tl.static_range(GROUPS):
-        of_group = tl.zeros([TOKENS, WIDTH], tl.float32)
-        for i in tl.static_range(INNER):
-            at = ((group * INNER + i) * count + row).to(tl.int64) * WIDTH
-            of_group += tl.load(partial + at[:, None] + slot[None], live[:, None], other=0.0)
-        sums += of_group
+    # All groups side by side, and the parts of each in order; so that the loads do not wait for each other.
+    group = tl.arange(0, PADDED)
+    mask = live[:, None, None] & (group < GROUPS)[None, :, None]
+    groups = tl.zeros([TOKENS, PADDED, WIDTH], tl.float32)
+    for i in tl.static_range(INNER):
+        at = (group * INNER + i)[None].to(tl.int64) * count + row[:, None]
+        groups += tl.load(partial + at[:, :, None] * WIDTH + slot[None, None], mask, other=0.0)
+    sums = tl.sum(groups, 1)
     matrix, vectors = tl.split(tl.permute(tl.reshape(sums, (TOKENS, 2, 16)), (0, 2, 1)))
     lane = tl.arange(0, 16)
     square = tl.sum(tl.where(lane[None] == 8, vectors, 0.0), 1) / (4 * HIDDEN) + norm_eps
@@ -168,14 +169,14 @@ def _finish(
     partial, base, scale, norm_eps, eps, iters, pre, post, comb, count,
     h, weight, floor, norm, values, codes,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr,
-    INNER: tl.constexpr, BLOCKS: tl.constexpr, NORM: tl.constexpr,
+    PADDED: tl.constexpr, INNER: tl.constexpr, BLOCKS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     mixing = tl.cdiv(count, TOKENS)
     program = tl.program_id(0)
     if program < mixing:
         _coefficients(
             partial, base, scale, norm_eps, eps, iters, pre, post, comb, count, program,
-            HIDDEN, WIDTH, TOKENS, GROUPS, INNER,
+            HIDDEN, WIDTH, TOKENS, GROUPS, PADDED, INNER,
         )  # fmt: skip
     if NORM:  # noqa: SIM102
         if program >= mixing:
@@ -215,6 +216,10 @@ def _expand(
         tl.store(out + row * out_stride + k * out_stream + column, total.to(tl.bfloat16), mask)
 
 
+def _groups(number, inner):
+    return {"GROUPS": number // inner, "PADDED": triton.next_power_of_2(number // inner), "INNER": inner}
+
+
 def _launch_streams(y, x, post, comb, pre, fn, out, h, partial, expand):
     count, _, hidden = x.shape
     number, inner, _ = parts(count, hidden)
@@ -234,7 +239,7 @@ def mhc_mixes(x, fn, base, scale, norm_eps, eps, iters, pre, post, comb, scratch
     number, _, inner = parts(count, hidden)
     _finish[(triton.cdiv(count, TOKENS),)](
         scratch, base, scale, norm_eps, eps, iters, pre, post, comb, count, x, x, 0.0, x, x, x,
-        HIDDEN=hidden, WIDTH=WIDTH, TOKENS=TOKENS, GROUPS=number // inner, INNER=inner, BLOCKS=1, NORM=False,
+        HIDDEN=hidden, WIDTH=WIDTH, TOKENS=TOKENS, **_groups(number, inner), BLOCKS=1, NORM=False,
         num_warps=4,
     )  # fmt: skip
 
@@ -252,7 +257,7 @@ def mhc_boundary(
     _finish[(triton.cdiv(count, TOKENS) + count,)](
         scratch, base, scale, norm_eps, eps, iters, next_pre, next_post, next_comb, count,
         collapsed, weight, floor, norm, values, codes,
-        HIDDEN=hidden, WIDTH=WIDTH, TOKENS=TOKENS, GROUPS=number // inner, INNER=inner,
+        HIDDEN=hidden, WIDTH=WIDTH, TOKENS=TOKENS, **_groups(number, inner),
         BLOCKS=triton.next_power_of_2(hidden // 32), NORM=True, num_warps=4,
     )  # fmt: skip
 
@@ -297,8 +302,8 @@ def variants(cfg):
             names |= {"iters": "i32", "pre": "*fp32", "post": "*fp32", "comb": "*fp32", "count": "i32"}
             names |= {"h": "*bf16", "weight": "*bf16", "floor": "fp32", "norm": "*bf16", "values": "*u8"}
             names |= {"codes": "*u8"}
-            sizes = {"HIDDEN": hidden, "WIDTH": WIDTH, "TOKENS": TOKENS, "GROUPS": number // of_group}
-            sizes |= {"INNER": of_group, "BLOCKS": triton.next_power_of_2(hidden // 32), "NORM": expand}
+            sizes = {"HIDDEN": hidden, "WIDTH": WIDTH, "TOKENS": TOKENS, **_groups(number, of_group)}
+            sizes |= {"BLOCKS": triton.next_power_of_2(hidden // 32), "NORM": expand}
             yield _finish, (names, sizes)
     shape = {"HIDDEN": hidden, "STREAMS": cfg.num_streams, "BLOCK": block}
     names = {"x": "*bf16", "x_stride": "i64", "x_stream": "i64", "pre": "*fp32", "pre_stride": "i64"}
