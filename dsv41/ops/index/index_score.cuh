@@ -48,7 +48,7 @@ template <int FORMAT, int NQ, bool PUBLISH>
 struct Shared {
   static constexpr int kValues = FORMAT == kMXFP4 ? 64 : 128;
   static constexpr int kStages = FORMAT == kMXFP4 ? 6 : 4;
-  static constexpr int kCap = NQ == 1 && !PUBLISH ? 4096 : 2048, kBlockCap = 4096;
+  static constexpr int kCap = 2048, kBlockCap = 4096;
   uint8_t b[NQ][kHeads * 128];
   uint8_t values[kStages][kTile * kValues];
   uint32_t scales[kStages][kTile];

@@ -29,13 +29,7 @@ def query_source() -> str:
 def shared_bytes(layout: str, together: int, publish: bool) -> int:
     """At least `sizeof(Shared)` of index_topk.cuh, which asserts it."""
     values, stages = (64, 6) if layout == "mxfp4" else (128, 4)
-    queries = together * (
-        HEADS * 128
-        + (4096 if together == 1 and not publish else 2048) * 8
-        + HEADS * 8
-        + 64
-        + (4096 * 8 if publish else 0)
-    )
+    queries = together * (HEADS * 128 + 2048 * 8 + HEADS * 8 + 64 + (4096 * 8 if publish else 0))
     return queries + stages * (128 * values + 128 * 4 + 128 + 16) + 5632
 
 
