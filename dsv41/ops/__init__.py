@@ -4,7 +4,7 @@ from .attn import sparse_attn
 from .compress import compress_pairs, copy_records, write_cache
 from .draft import markov_bias
 from .engram import engram_gate, engram_hash, engram_lookup
-from .hyper import mhc_collapse, mhc_expand, mhc_mixes
+from .hyper import mhc_boundary, mhc_collapse, mhc_expand, mhc_mixes
 from .index import index_query, index_topk, topk
 from .linear import block_linear, block_linear_scratch, grouped_linear, linear, pack_linear
 from .moe import mxfp4_moe, mxfp4_moe_scratch, pack_experts
@@ -27,6 +27,7 @@ __all__ = [
     "index_topk",
     "linear",
     "markov_bias",
+    "mhc_boundary",
     "mhc_collapse",
     "mhc_expand",
     "mhc_mixes",
