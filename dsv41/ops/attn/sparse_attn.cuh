@@ -140,7 +140,9 @@ struct Producer {
     unsigned long long keys;
     int item, low, high;
     bool last, near;
-    const uint8_t* records[2];  // of this thread's row in each group, for layouts that are fetched ahead
+    // This thread's rows in each group, for layouts that are fetched ahead.
+    const uint8_t *first, *second;
+    __device__ __forceinline__ const uint8_t* record(int group) const { return group ? second : first; }
   };
   template <int LAYOUT>
   __device__ __forceinline__ const uint8_t* record(const Records& from, int group) const {
@@ -158,9 +160,8 @@ struct Producer {
     }
     found.item = item, found.low = low, found.high = high;
     found.last = tile + 1 == end, found.near = tile < work.window_tiles;
-#pragma unroll
-    for (int group = 0; group < 2; ++group)
-      found.records[group] = found.near ? record<WINDOW>(window, group) : record<COMPRESSED>(compressed, group);
+    found.first = found.near ? record<WINDOW>(window, 0) : record<COMPRESSED>(compressed, 0);
+    found.second = found.near ? record<WINDOW>(window, 1) : record<COMPRESSED>(compressed, 1);
     advance();
     return true;
   }
@@ -177,10 +178,10 @@ struct Producer {
   template <int BEFORE, int LAYOUT>
   __device__ __forceinline__ void fetch_set(const Records& from, const Tile& then, int half, int group) {
     if (BEFORE == NVFP4 && LAYOUT == NVFP4) {
-      fetch<LAYOUT>(from, then.records[group], half, group);
+      fetch<LAYOUT>(from, then.record(group), half, group);
     } else if (half == 1) {
-      fetch<LAYOUT>(from, then.records[group], 0, group);
-      if (LAYOUT == NVFP4) fetch<LAYOUT>(from, then.records[group], 1, group);
+      fetch<LAYOUT>(from, then.record(group), 0, group);
+      if (LAYOUT == NVFP4) fetch<LAYOUT>(from, then.record(group), 1, group);
     }
   }
 
@@ -191,7 +192,7 @@ struct Producer {
                                                   bool more, const Tile& then, bool deep) {
     const int segment = lane >> 3;
     uint32_t bad = 0;
-#pragma unroll
+#pragma unroll 1  // what is executed once a tile is bound by instruction fetches: keep it short
     for (int group = 0; group < 2; ++group) {
       if constexpr (AHEAD<LAYOUT>) {
         if (LAYOUT == NVFP4 && (half == 1 || deep))
@@ -238,7 +239,7 @@ struct Producer {
         }
       }
       if (LAYOUT == MXFP8 && half == 0)
-        fetch<LAYOUT>(from, now.records[group], 1, group);
+        fetch<LAYOUT>(from, now.record(group), 1, group);
       else if (more)
         fetch_behind<LAYOUT>(then, half, group);
       copy_commit();
@@ -252,7 +253,7 @@ struct Producer {
     Tile now, then;
     bool more = next(now), deep = false;
     if (!more) return;
-#pragma unroll
+#pragma unroll 1
     for (int group = 0; group < 2; ++group) {
       fetch_behind<BF16>(now, 1, group);
       copy_commit();
@@ -263,7 +264,7 @@ struct Producer {
       more = next(then);
       const bool first = now.item != current;
       current = now.item, number += first;
-#pragma unroll
+#pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         barrier_wait(&shared.empty[buffer][half], turn ^ 1);
         uint8_t* to = shared.kv[buffer] + half * HALF_BYTES;
