@@ -1,6 +1,7 @@
 """`python -m dsv41 bench linear`: block-scaled linears on a CUDA device beside bf16 products.
 
-Parity against the product of the dequantised operands, and the median time of a launch in a CUDA graph. The peer is torch's bf16 product of bf16 weights, timed in the same run.
+Parity against the product of the dequantised operands, and the median time of a launch in a CUDA graph. The
+peer is torch's bf16 product of bf16 weights, timed in the same run.
 """
 
 from __future__ import annotations

@@ -1,18 +1,26 @@
 """The Hopper linears: device functions in the emulator, and the ops themselves where a GPU is present."""
 
+import importlib
+
 import pytest
 import torch
 
-from dsv41.formats import FP8Tiles, quantize_mxfp8
-from dsv41.ops import block_linear, grouped_linear, pack_linear
+from dsv41._op import use
+from dsv41.formats import E8M0, MXFP8, FP8Tiles, quantize_mxfp8
+from dsv41.ops import block_linear, block_linear_scratch, grouped_linear, linear, pack_linear
 from dsv41.ops._tilelang import HERE, device_source
-from tests.tools.cuda_emu import SHARED, available, emulate
+from tests.tools.cuda_emu import SHARED, available, emulate, tensor_map
 
 needs_gpp = pytest.mark.skipif(not available(), reason="needs g++")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 FOLDER = HERE.parent / "linear"
 # As in tilelang_cuda.py.
-TILES = {"decode": (1, 2, 1, 128, 64), "middle": (2, 1, 1, 128, 64), "prefill": (2, 1, 2, 128, 64)}
+TILES = {
+    "decode": (1, 2, 1, 128, 64),
+    "middle": (2, 1, 1, 128, 64),
+    "three": (3, 1, 1, 128, 64),
+    "prefill": (2, 1, 2, 128, 64),
+}
 
 
 def distance(a, b):
@@ -49,20 +57,11 @@ def emulate_block(x, w, tile, splits):
     out = torch.zeros(tokens, rows, dtype=torch.bfloat16)
     parts = torch.zeros(splits * tokens * rows)
     template = ", ".join(map(str, (*TILES[tile], 4 if isinstance(w, FP8Tiles) else 1)))
-    args = [
-        values.view(torch.uint8),
-        scale,
-        wv.view(torch.uint8),
-        ws,
-        tokens,
-        rows,
-        k,
-        splits,
-        out,
-        parts,
-        SHARED,
-    ]
-    emulate(source, f"blocks::linear<{template}>", args, grid=3, threads=384, shared_bytes=232448)
+    wm, wn, m_blocks, columns, _ = TILES[tile]
+    args = [tensor_map(values, 64 * wm * m_blocks), scale, tensor_map(wv, columns), ws]
+    args += [tokens, rows, k, splits, out, parts, SHARED]
+    threads = 128 + 128 * wm * wn
+    emulate(source, f"blocks::linear<{template}>", args, grid=3, threads=threads, shared_bytes=232448)
     if splits > 1:
         args = [parts, splits, tokens * rows, out]
         emulate(source, "blocks::reduce", args, grid=-(-tokens * rows // 1024), threads=256)
@@ -72,7 +71,8 @@ def emulate_block(x, w, tile, splits):
 @needs_gpp
 @pytest.mark.parametrize("fp8", [False, True], ids=["exact", "fp8"])
 @pytest.mark.parametrize(
-    "tile, tokens, splits", [("decode", 9, 1), ("decode", 3, 2), ("middle", 70, 1), ("prefill", 200, 1)]
+    "tile, tokens, splits",
+    [("decode", 9, 1), ("decode", 3, 2), ("middle", 70, 1), ("three", 70, 1), ("prefill", 200, 1)],
 )
 def test_emulated_block_linear_is_the_reference(tile, tokens, splits, fp8):
     torch.manual_seed(0)
@@ -91,10 +91,104 @@ def test_emulated_grouped_linear_is_the_reference(m_blocks, width, tokens, split
     out = torch.zeros(tokens, groups, rank, dtype=torch.bfloat16)
     parts = torch.zeros(splits * out.numel())
     values, scale = w.flat()
-    args = [x, values.view(torch.uint8), scale, tokens, groups, rank, k, splits, out, parts, SHARED]
+    args = [tensor_map(x.flatten(1), width), tensor_map(values, 128 * m_blocks), scale]
+    args += [tokens, groups, rank, k, splits, out, parts, SHARED]
     call = f"grouped::linear<{m_blocks}, {width}>"
     emulate(source, call, args, grid=3, threads=384, shared_bytes=232448)
     if splits > 1:
         args = [parts, splits, out.numel(), out]
         emulate(source, "blocks::reduce", args, grid=-(-out.numel() // 1024), threads=256)
     assert distance(out, grouped_linear(x, w)) < 1e-5
+
+
+def test_folding_tiles_keeps_what_fits():
+    """A spread of 2^4 moves small values below E4M3's smallest step only; `changed` counts just those."""
+    torch.manual_seed(0)
+    w = make_weight(160, 256)
+    before = w.dequantize(torch.float64)
+    packed = pack_linear(MXFP8(w.values.clone(), w.scale, 32))
+    after = packed.dequantize(torch.float64)
+    assert packed.scale.shape == (2, 2)
+    assert 0 < packed.changed == int((before != after).sum()) < before.numel() // 20
+    assert float((before - after).abs().max()) <= 2.0**-10 * float(packed.scale.float().max())
+    same = MXFP8(w.values.clone(), torch.full_like(w.scale.view(torch.uint8), 120).view(E8M0), 32)
+    assert pack_linear(same).changed == 0
+    assert pack_linear(w, numerics="exact") is w
+
+
+def test_packing_refuses():
+    w = make_weight(32, 128)
+    nan = MXFP8(w.values, torch.full_like(w.scale.view(torch.uint8), 255).view(E8M0), 32)
+    with pytest.raises(ValueError, match="pack_linear: expected scale codes below 255"):
+        pack_linear(nan)
+    with pytest.raises(ValueError, match="in: a multiple of 128"):
+        pack_linear(make_weight(32, 96))
+    with pytest.raises(ValueError, match="numerics: exact or fp8, got int8"):
+        pack_linear(w, numerics="int8")
+
+
+def test_scratch_grows_with_tokens():
+    sizes = [block_linear_scratch(n, 5120, 8192) for n in (0, 1, 64, 128, 129, 4096)]
+    assert sizes == sorted(sizes) and sizes[3] == sizes[5] < 128 * 5120 * 4 * 12 + 1024
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["exact", "fp8"])
+def test_library_path_is_the_reference(fp8):
+    """The kernels of torch_cuda.py, on whatever device is here."""
+    kernels = importlib.import_module("dsv41.ops.linear.torch_cuda")
+    torch.manual_seed(0)
+    x, w = make_rows(9, 256), make_weight(96, 256, fp8=fp8)
+    out = torch.empty(9, 96, dtype=torch.bfloat16)
+    kernels.block_linear(*x.flat(), *w.flat(), "fp8" if fp8 else "exact", out, None)
+    assert distance(out, block_linear(x, w)) < 1e-5
+    if not fp8:
+        rows, got = torch.randn(9, 3, 256).bfloat16(), torch.empty(9, 3, 32, dtype=torch.bfloat16)
+        kernels.grouped_linear(rows, *w.flat(), got, None)
+        assert distance(got, grouped_linear(rows, w)) < 1e-5
+
+
+def rows_of(x, n):
+    return MXFP8(x.values[:n], x.scale[:n]) if isinstance(x, MXFP8) else x[:n]
+
+
+def gpu_calls(k):
+    """Name: (call on rows, 4096 rows) of every op on the GPU; rows of k."""
+    w, groups = make_weight(1536, k, "cuda"), torch.randn(4096, 2, k, device="cuda").bfloat16()
+    packed, wide = pack_linear(MXFP8(w.values.clone(), w.scale, 32)), w.dequantize()
+    x = make_rows(4096, k, "cuda")
+    return {
+        "exact": (lambda x: block_linear(x, w), x),
+        "fp8": (lambda x: block_linear(x, packed), x),
+        "grouped": (lambda x: grouped_linear(x, w), groups),
+        "linear": (lambda x: linear(x, wide, dtype=torch.float32), x.dequantize()),
+    }
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["exact", "fp8", "grouped", "linear"])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 64, 65, 300, 4096])
+def test_gpu(name, tokens):
+    """The reference's values, the same bits again, no row depends on others, and a NaN stays in its row."""
+    torch.manual_seed(tokens)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    call, wide = gpu_calls(1280)[name]
+    x = rows_of(wide, tokens)
+    got = call(x)
+    assert len(got) == tokens
+    if tokens == 0:
+        return
+    with use("torch"):
+        assert distance(got, call(x)) < 1e-5
+    assert torch.equal(got, call(x))
+    spoilt = rows_of(wide, tokens)
+    first = spoilt.values.view(torch.uint8) if isinstance(spoilt, MXFP8) else spoilt
+    row = tokens // 2
+    kept = first[row].clone()
+    first[row].view(-1)[3] = 0x7F if isinstance(spoilt, MXFP8) else torch.nan
+    nan = call(spoilt)
+    first[row] = kept
+    others = torch.arange(tokens, device="cuda") != row
+    assert nan[row].isnan().any() and torch.equal(nan[others], got[others])
+    if name != "linear":  # the library chooses by the number of rows
+        full = call(rows_of(wide, 128 if tokens <= 128 else 4096))
+        assert torch.equal(full[:tokens], got)

@@ -71,6 +71,17 @@ __device__ __forceinline__ void bulk_copy_once(void* dst, const void* src, uint3
       "l"(src), "r"(bytes), "r"(smem_address(bar))
       : "memory");
 }
+// The copy engine: 128 bytes of each row of a box (its height is in the map) from byte `column` of row `row` on, to
+// a tile as swizzle_128 lays it out; rows beyond the tensor's end become zeros. `map`: a two-dimensional
+// CUtensorMap of bytes, a __grid_constant__ parameter.
+template <class Map>
+__device__ __forceinline__ void tile_copy(void* dst, const Map& map, int column, int row, uint64_t* bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          smem_address(dst)),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(smem_address(bar)), "r"(column), "r"(row)
+      : "memory");
+}
 // 16 bytes, asynchronously; `valid` false writes zeros and reads nothing.
 __device__ __forceinline__ void copy_16(void* dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(dst)), "l"(src),

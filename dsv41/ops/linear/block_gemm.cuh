@@ -4,7 +4,7 @@
 // One wgmma covers the 32 k of one scale (PROMOTE = 1) or 128 k (PROMOTE = 4, weights folded to 128 x 128 tiles);
 // its sums go into f32 accumulators with the product of the two scales, so nothing is decoded and no scale is
 // approximated. The tensor cores align the 32 products to 13 bits behind the largest one before they add them.
-// Tokens are the A operand: a thread has two tokens and few scales. One producer warp group copies rows, two
+// Tokens are the A operand: a thread has two tokens and few scales. One thread runs the copy engine, two or three
 // consumer groups multiply; each accumulates MB x 64 tokens x COLUMNS features. The order of a sum depends on K
 // and the number of splits only.
 #pragma once
@@ -16,7 +16,8 @@ constexpr int BLOCK_K = 128;
 // WM x WN consumer groups; UNIT: features of one wgmma.
 template <int WM, int WN, int MB, int BN, int UNIT, int PROMOTE>
 struct Shape {
-  static_assert(WM * WN == 2 && 4 % PROMOTE == 0);
+  static constexpr int GROUPS = WM * WN, THREADS = 128 + 128 * GROUPS;
+  static_assert((GROUPS == 2 || GROUPS == 3) && 4 % PROMOTE == 0);
   static constexpr int BM = 64 * MB * WM, COLUMNS = BN / WN, UNITS = COLUMNS / UNIT;
   static constexpr int BUFFERS = MB * UNIT > 128 ? 1 : 2;  // products in flight, as registers allow
   static constexpr int WMS = WM, MBS = MB, BNS = BN, UNITN = UNIT, STEPS = 4 / PROMOTE, PER_STEP = PROMOTE;
@@ -24,8 +25,9 @@ struct Shape {
   static constexpr int STAGE = (BM + BN) * BLOCK_K;
   static constexpr int FIT = (232448 - 256) / STAGE, STAGES = FIT < 12 ? FIT : 12;
   static constexpr int BYTES = STAGES * STAGE + 256;
-  static constexpr int PRODUCER = 40, CONSUMER = 232;
-  static_assert(128 * PRODUCER + 256 * CONSUMER <= 65536 / 384 / 8 * 8 * 384);
+  // Registers of a producer and of a consumer thread: no more than the block has, or it waits for ever.
+  static constexpr int PRODUCER = GROUPS == 2 ? 40 : 32, CONSUMER = GROUPS == 2 ? 232 : 160;
+  static_assert(128 * PRODUCER + 128 * GROUPS * CONSUMER <= 65536 / THREADS / 8 * 8 * THREADS);
 };
 
 struct Tile {
@@ -91,17 +93,16 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&p)[4], int lane
 
 // x [tokens, K] and x_scale [tokens, K / TILE]; w [features, K] and w_scale [features / TILE, K / TILE]. With
 // splits > 1, `parts` [splits, tokens, features] gets the sums of each share of K, else `out` [tokens, features].
-template <int WM, int WN, int MB, int BN, int UNIT, int PROMOTE>
-__device__ __forceinline__ void linear(const uint8_t* x, const uint8_t* x_scale, const uint8_t* w,
-                                       const uint8_t* w_scale, int tokens, int features, int K, int splits,
-                                       void* out, float* parts, uint8_t* shared) {
+template <int WM, int WN, int MB, int BN, int UNIT, int PROMOTE, class Map>
+__device__ __forceinline__ void linear(const Map& x, const uint8_t* x_scale, const Map& w, const uint8_t* w_scale,
+                                       int tokens, int features, int K, int splits, void* out, float* parts, uint8_t* shared) {
   using S = Shape<WM, WN, MB, BN, UNIT, PROMOTE>;
   int thread = threadIdx.x & 127, role = threadIdx.x >> 7, blocks_k = K / BLOCK_K;
   int total = (features + BN - 1) / BN * ((tokens + S::BM - 1) / S::BM) * splits;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {
-      hopper::barrier_init(full_at<S>(shared, i), 128);
-      hopper::barrier_init(empty_at<S>(shared, i), 8);
+      hopper::barrier_init(full_at<S>(shared, i), 1);
+      hopper::barrier_init(empty_at<S>(shared, i), 4 * S::GROUPS);
     }
     hopper::fence_barrier_init();
   }
@@ -110,27 +111,17 @@ __device__ __forceinline__ void linear(const uint8_t* x, const uint8_t* x_scale,
 
   if (role == 0) {
     hopper::registers_shrink<S::PRODUCER>();
-    int piece = thread & 7, first = thread >> 3;
-    int swizzled = hopper::swizzle_128(first, piece);  // rows go by 16, so the swizzle does not change
+    if (thread != 0) return;
     for (int work = blockIdx.x; work < total; work += gridDim.x) {
       Tile tile = tile_of<S>(work, tokens, features, splits);
       int begin = tile.split * blocks_k / splits, end = (tile.split + 1) * blocks_k / splits;
-      int x_rows = min(S::BM, tokens - tile.row), w_rows = min(BN, features - tile.column);
-      const uint8_t* x_from = x + static_cast<int64_t>(tile.row + first) * K + piece * 16;
-      const uint8_t* w_from = w + static_cast<int64_t>(tile.column + first) * K + piece * 16;
       for (int k = begin; k < end; ++k) {
+        uint64_t* full = full_at<S>(shared, ring.stage);
         hopper::barrier_wait(empty_at<S>(shared, ring.stage), ring.phase ^ 1);
-        uint8_t* to = tokens_at<S>(shared, ring.stage) + swizzled;
-        // Rows beyond the end stay as they are: they make rows and columns of the product that nobody reads.
-#pragma unroll
-        for (int i = 0; i < BN / 16; ++i)
-          hopper::copy_16(to + S::BM * 128 + i * 2048, w_from + static_cast<int64_t>(i * 16) * K + k * 128,
-                          first + i * 16 < w_rows);
-#pragma unroll
-        for (int i = 0; i < S::BM / 16; ++i)
-          hopper::copy_16(to + i * 2048, x_from + static_cast<int64_t>(i * 16) * K + k * 128,
-                          first + i * 16 < x_rows);
-        hopper::barrier_arrive_copies(full_at<S>(shared, ring.stage));
+        hopper::barrier_expect(full, S::STAGE);
+        uint8_t* to = tokens_at<S>(shared, ring.stage);
+        hopper::tile_copy(to + S::BM * 128, w, k * 128, tile.column, full);
+        hopper::tile_copy(to, x, k * 128, tile.row, full);
         ring.template next<S::STAGES>();
       }
     }
@@ -139,7 +130,7 @@ __device__ __forceinline__ void linear(const uint8_t* x, const uint8_t* x_scale,
 
   hopper::registers_grow<S::CONSUMER>();
   constexpr int ALL = S::STEPS * MB * S::UNITS, WIDE = UNIT / 8, SCALES = S::COLUMNS / S::TILE ? S::COLUMNS / S::TILE : 1;
-  int m_group = WM == 2 ? role - 1 : 0, n_group = WM == 2 ? 0 : role - 1;
+  int m_group = WM == 1 ? 0 : role - 1, n_group = WM == 1 ? role - 1 : 0;
   int warp = thread >> 5, lane = thread & 31, row_in = m_group * MB * 64 + warp * 16 + (lane >> 2);
   int groups = K / S::TILE;
   for (int work = blockIdx.x; work < total; work += gridDim.x) {
@@ -182,7 +173,6 @@ __device__ __forceinline__ void linear(const uint8_t* x, const uint8_t* x_scale,
         for (int i = 0; i < SCALES; ++i) w_codes[i] = codes<S>(w_scale + (w_from[i] += S::STEPS));
       }
       hopper::barrier_wait(full_at<S>(shared, ring.stage), ring.phase);
-      hopper::fence_async();
       uint8_t* stage = tokens_at<S>(shared, ring.stage);
       uint64_t a = hopper::tile_descriptor(hopper::smem_address(stage + m_group * MB * 8192));
       uint64_t b = hopper::tile_descriptor(hopper::smem_address(stage + (S::BM + n_group * S::COLUMNS) * 128));

@@ -1,7 +1,7 @@
 // grouped_linear: bf16 tokens times E4M3 weights in the checkpoint's layout, one product a group.
 //
 // The weights are the A operand of wgmma and come from registers: E4M3 is exact in bf16. The tokens are the B
-// operand, in shared memory. One producer warp group copies rows; two consumer groups multiply MB x 64 features
+// operand, in shared memory. One thread runs the copy engine; two consumer groups multiply MB x 64 features
 // each by TOKENS tokens. The order of a sum depends on K and the number of splits only.
 #pragma once
 
@@ -51,8 +51,8 @@ __device__ __forceinline__ uint32_t decode(uint32_t two, uint32_t scale) {
 
 // x [tokens, groups, K] bf16, w [groups * rank, K], w_scale [groups * rank / 32, K / 32]. With splits > 1, `parts`
 // [splits, tokens, groups * rank] gets the sums of each share of K, else `out` [tokens, groups * rank].
-template <int MB, int TOKENS>
-__device__ __forceinline__ void linear(const void* x, const uint8_t* w, const uint8_t* w_scale, int tokens, int groups,
+template <int MB, int TOKENS, class Map>
+__device__ __forceinline__ void linear(const Map& x, const Map& w, const uint8_t* w_scale, int tokens, int groups,
                                        int rank, int K, int splits, void* out, float* parts, uint8_t* shared) {
   using S = Shape<MB, TOKENS>;
   S smem{shared};
@@ -60,7 +60,7 @@ __device__ __forceinline__ void linear(const void* x, const uint8_t* w, const ui
   int total = groups * (rank / S::FEATURES) * ((tokens + TOKENS - 1) / TOKENS) * splits;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {
-      hopper::barrier_init(smem.full(i), 128);
+      hopper::barrier_init(smem.full(i), 1);
       hopper::barrier_init(smem.empty(i), 8);
     }
     hopper::fence_barrier_init();
@@ -70,28 +70,18 @@ __device__ __forceinline__ void linear(const void* x, const uint8_t* w, const ui
 
   if (role == 0) {
     hopper::registers_shrink<40>();
-    int piece = thread & 7, first = thread >> 3, swizzled = hopper::swizzle_128(first, piece);
+    if (thread != 0) return;
     for (int work = blockIdx.x; work < total; work += gridDim.x) {
       Tile tile = tile_of<S, TOKENS>(work, tokens, rank, splits);
       int begin = tile.split * blocks_k / splits, end = (tile.split + 1) * blocks_k / splits;
-      int64_t token_bytes = 2 * static_cast<int64_t>(groups) * K;
-      const uint8_t* x_from = static_cast<const uint8_t*>(x) + (tile.token + first) * token_bytes +
-                              2 * static_cast<int64_t>(tile.group) * K + piece * 16;
-      const uint8_t* w_from = w + static_cast<int64_t>(tile.group * rank + tile.feature + first) * K + piece * 16;
       for (int k = begin; k < end; ++k) {
+        uint64_t* full = smem.full(ring.stage);
         hopper::barrier_wait(smem.empty(ring.stage), ring.phase ^ 1);
-        uint8_t *to = smem.weights(ring.stage) + swizzled, *rows = smem.tokens(ring.stage) + swizzled;
-#pragma unroll 8
-        for (int i = 0; i < S::FEATURES / 16; ++i)
-          hopper::copy_16(to + i * 2048, w_from + static_cast<int64_t>(i * 16) * K + k * 128, true);
-#pragma unroll 4
-        for (int i = 0; i < TOKENS / 16; ++i) {
-          bool valid = tile.token + first + i * 16 < tokens;
-          const uint8_t* from = x_from + i * 16 * token_bytes + k * 256;
-          hopper::copy_16(rows + i * 2048, from, valid);
-          hopper::copy_16(rows + TOKENS * 128 + i * 2048, from + 128, valid);
-        }
-        hopper::barrier_arrive_copies(smem.full(ring.stage));
+        hopper::barrier_expect(full, S::STAGE);
+        hopper::tile_copy(smem.weights(ring.stage), w, k * 128, tile.group * rank + tile.feature, full);
+        for (int i = 0; i < 2; ++i)
+          hopper::tile_copy(smem.tokens(ring.stage) + i * TOKENS * 128, x, 2 * (tile.group * K + k * 128) + i * 128,
+                            tile.token, full);
         ring.template next<S::STAGES>();
       }
     }
@@ -123,7 +113,6 @@ __device__ __forceinline__ void linear(const void* x, const uint8_t* w, const ui
         if (k + 1 < end) next[m] = __ldg(reinterpret_cast<const uint32_t*>(w_scale + (from[m] += 4)));
       }
       hopper::barrier_wait(smem.full(ring.stage), ring.phase);
-      hopper::fence_async();
       uint64_t b = hopper::tile_descriptor(hopper::smem_address(smem.tokens(ring.stage)));
       const uint8_t* rows = smem.weights(ring.stage) + (half * MB * 64 + warp * 16 + g) * 128 + 2 * c;
 #pragma unroll

@@ -15,13 +15,12 @@ THREADS = 256
 # product. All give the same bits.
 TILES = {
     "decode": (1, 2, 1, 128, 64),
-    "middle": (2, 1, 1, 128, 64),
-    "prefill": (2, 1, 2, 128, 64),
-    "middle128": (2, 1, 1, 128, 128),
-    "prefill128": (2, 1, 2, 128, 128),
     "decode256": (1, 2, 1, 256, 64),
+    "middle": (2, 1, 1, 128, 64),
+    "three": (3, 1, 1, 128, 64),
+    "prefill": (2, 1, 2, 128, 64),
+    "prefill128": (2, 1, 2, 128, 128),
 }
-
 # 64-row blocks of weights a consumer group, and tokens.
 GROUPED_TILES = {"decode": (1, 64), "prefill": (2, 128)}
 
@@ -41,10 +40,19 @@ def shared_bytes(tile: str) -> int:
     return min(12, (232448 - 256) // stage) * stage + 256
 
 
+def _map(tensor, rows, width, box):
+    """The tensor map of [rows, width bytes]: boxes of ``box`` rows x 128 bytes, swizzled by 128 bytes."""
+    shape, strides, boxes, steps = (width, rows), (1, width), (128, box), (1, 1)
+    u8, plain, swizzle, promote, zeros = 0, 0, 3, 2, 0
+    layout = (*shape, *strides, *boxes, *steps, plain, swizzle, promote, zeros)
+    return T.create_tma_descriptor(u8, 2, tensor.data, *layout)
+
+
 @compiled
 def _product(tile, per, arch):
     """``per``: k of one weight scale, 32 or 128."""
     source, template = _source(), ", ".join(map(str, (*TILES[tile], per // 32)))
+    threads = 128 + 128 * TILES[tile][0] * TILES[tile][1]
     tokens, features, k = T.dynamic("tokens"), T.dynamic("features"), T.dynamic("k")
     groups, tiles, size = T.dynamic("groups"), T.dynamic("tiles"), T.dynamic("size")
 
@@ -58,15 +66,15 @@ def _product(tile, per, arch):
         parts: T.Tensor((size,), T.float32),
         splits: T.int32,
     ):
-        with T.Kernel(SMS, threads=384) as _:
+        with T.Kernel(SMS, threads=threads) as _:
             T.import_source(source)
             shared = T.alloc_shared((shared_bytes(tile),), T.uint8)
             T.call_extern(
                 "handle",
                 f"blocks::linear<{template}>",
-                x.access_ptr("r"),
+                _map(x, tokens, k, tile_rows(tile)),
                 x_scale.access_ptr("r"),
-                w.access_ptr("r"),
+                _map(w, features, k, TILES[tile][3]),
                 w_scale.access_ptr("r"),
                 tokens,
                 features,
@@ -89,10 +97,11 @@ def _grouped(tile, arch):
     size_shared = min(12, (232448 - 256) // stage) * stage + 256  # `Shape::BYTES` of grouped_gemm.cuh
     tokens, groups, k, rank = T.dynamic("tokens"), T.dynamic("groups"), T.dynamic("k"), T.dynamic("rank")
     rows, row_tiles, k_tiles, size = (T.dynamic(name) for name in ("rows", "row_tiles", "k_tiles", "size"))
+    width_bytes = T.dynamic("width_bytes")
 
     @T.prim_func
     def grouped(
-        x: T.Tensor((tokens, groups, k), T.bfloat16),
+        x: T.Tensor((tokens, width_bytes), T.uint8),
         w: T.Tensor((rows, k), T.uint8),
         w_scale: T.Tensor((row_tiles, k_tiles), T.uint8),
         out: T.Tensor((tokens, groups, rank), T.bfloat16),
@@ -105,8 +114,8 @@ def _grouped(tile, arch):
             T.call_extern(
                 "handle",
                 f"grouped::linear<{m_blocks}, {width}>",
-                x.access_ptr("r"),
-                w.access_ptr("r"),
+                _map(x, tokens, width_bytes, width),
+                _map(w, rows, k, 128 * m_blocks),
                 w_scale.access_ptr("r"),
                 tokens,
                 groups,
@@ -215,6 +224,6 @@ def grouped_linear(x, w, w_scale, out, scratch):
     splits = num_splits(tokens, rows, k)
     _, _, parts = linear_parts(scratch, tokens, rows, k, "exact")
     product = _grouped("decode" if tokens <= 128 else "prefill", arch)
-    product(x, w.view(torch.uint8), w_scale, out, parts, splits)
+    product(x.view(torch.uint8).view(tokens, -1), w.view(torch.uint8), w_scale, out, parts, splits)
     if splits > 1:
         _reduce(arch)(parts, out.view(tokens, rows), splits)

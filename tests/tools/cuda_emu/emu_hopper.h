@@ -16,6 +16,17 @@ inline void named_barrier_arrive(int id, int threads) { emu::sync_block("named_b
 
 inline void bulk_copy(void* dst, const void* src, uint32_t bytes, uint64_t* bar) { emu::bulk_copy(dst, src, bytes, bar); }
 inline void bulk_copy_once(void* dst, const void* src, uint32_t bytes, uint64_t* bar) { emu::bulk_copy(dst, src, bytes, bar); }
+// The map of an emulation is a tensor of bytes (see tensor_map): rows, bytes a row, rows of a box as 64-bit numbers,
+// zeros, and from byte 1,024 on the data.
+inline void tile_copy(void* dst, const void* map, int column, int row, uint64_t* bar) {
+  const long long* header = static_cast<const long long*>(map);
+  for (int r = 0; r < header[2]; ++r)
+    for (int piece = 0; piece < 8; ++piece) {
+      const uint8_t* data = static_cast<const uint8_t*>(map) + 512;
+      if (row + r < header[0]) data += 512 + (row + r) * header[1] + column + 16 * piece;
+      emu::bulk_copy(static_cast<uint8_t*>(dst) + r * 128 + ((piece ^ (r & 7)) << 4), data, 16, bar);
+    }
+}
 inline void copy_16(void* dst, const void* src, bool valid) { emu::copy_async(dst, src, 16, valid); }
 inline void copy_commit() { emu::copy_commit(); }
 template <int PENDING>
