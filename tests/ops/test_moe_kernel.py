@@ -28,41 +28,44 @@ def distance(a, b):
     return float(1 - 2 * (a * b).sum() / (a * a + b * b).sum())
 
 
-def emulate_moe(x, ids, weights, experts, limit, rows=16, shape=(1, 2), shared=None):
-    """`mxfp4_moe` launch by launch in the emulator."""
+def emulate_moe(x, ids, weights, experts, limit, shape, rows=16, shared=None):
+    """`mxfp4_moe` launch by launch in the emulator. shape: (m_blocks, k_groups, native)."""
     (tokens, top_k), hidden, inter, n = ids.shape, experts.hidden, experts.inter, experts.num_experts
-    widths = tuple(w for w in (8, 16, 64) if w <= rows)
+    m_blocks, k_groups, native = shape
+    widths = (8, 16)
     macro = "#define DSV41_WIDTHS(X) " + " ".join(f"X({w})" for w in widths) + "\n"
-    source = macro + device_source(HERE / "weights_gemm.cuh", SOURCE, wgmma={"bf16_rs": widths})
-    scratch = torch.zeros(mxfp4_moe_scratch(tokens, top_k, n, hidden, inter), dtype=torch.uint8)
-    begins, order, expanded, inner, parts = scratch_parts(scratch, tokens, top_k, n, hidden, inter)
-    q = quantize_mxfp8(x)
-    values, scale = q.flat()
-    args = [ids, values.view(torch.uint8), scale, tokens, top_k, n, begins, order, expanded, SHARED]
-    emulate(source, f"moe::prepare<{hidden}>", args, grid=n + 2, threads=256, shared_bytes=64)
-    w13, w13_scale, w2, w2_scale, _ = experts.flat()
-    size = 227 * 1024
-    emulate(
-        source,
-        f"moe::gate_up<{hidden}, {inter}, {rows}, {shape[0]}, {shape[1]}>",
-        [w13, w13_scale, expanded, begins, order, weights, n, top_k, float(limit), inner, SHARED],
-        grid=2,
-        threads=128 + 256 * shape[1],
-        shared_bytes=size,
+    source = macro + device_source(
+        HERE / "weights_gemm.cuh", SOURCE, wgmma={"bf16_rs": widths, "e4m3_rs": widths}
     )
+    scratch = torch.full((mxfp4_moe_scratch(tokens, top_k, n, hidden, inter),), 255, dtype=torch.uint8)
+    parts = scratch_parts(scratch, tokens, top_k, n, hidden, inter)
+    begins, order, expanded, inner, inner_scale, assigned = parts
+    values, scale = (t.view(torch.uint8) for t in quantize_mxfp8(x).flat())
+    args = [ids, values, scale, tokens, top_k, n, begins, order, expanded, SHARED]
+    flag = str(native).lower()
+    emulate(source, f"moe::prepare<{hidden}, {flag}>", args, grid=n + 2, threads=256, shared_bytes=64)
+    w13, w13_scale, w2, w2_scale, _ = experts.flat()
+    kind = f"{rows}, {m_blocks}, {k_groups}, gemm::{'Native' if native else 'Bf16'}"
+    operand = values if native else expanded
+    launch = {"grid": 2, "threads": 128 + 256 * k_groups, "shared_bytes": 227 * 1024}
     emulate(
         source,
-        f"moe::down<{hidden}, {inter}, {rows}, {shape[0]}, {shape[1]}>",
-        [w2, w2_scale, inner, begins, order, n, parts, SHARED],
-        grid=2,
-        threads=128 + 256 * shape[1],
-        shared_bytes=size,
+        f"moe::gate_up<{hidden}, {inter}, {kind}>",
+        [w13, w13_scale, operand, expanded, begins, order, weights, n, top_k, float(limit), inner, inner_scale,
+         SHARED],
+        **launch,
+    )  # fmt: skip
+    emulate(
+        source,
+        f"moe::down<{hidden}, {inter}, {kind}>",
+        [w2, w2_scale, inner, inner_scale, begins, order, n, assigned, SHARED],
+        **launch,
     )
     out = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
     emulate(
         source,
         f"moe::combine<{hidden}, {top_k}, {str(shared is not None).lower()}>",
-        [ids, parts, shared if shared is not None else out, tokens, n, out],
+        [ids, assigned, shared if shared is not None else out, tokens, n, out],
         grid=4,
         threads=256,
     )
@@ -70,7 +73,7 @@ def emulate_moe(x, ids, weights, experts, limit, rows=16, shape=(1, 2), shared=N
 
 
 @needs_gpp
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("shape", [(1, 2, True), (2, 1, False), (1, 1, False)])
 def test_emulated_moe_is_the_reference(shape):
     torch.manual_seed(0)
     experts = make_experts(3, 256, 128)
@@ -78,5 +81,5 @@ def test_emulated_moe_is_the_reference(shape):
     ids = torch.randint(-1, 3, (21, 2), dtype=torch.int32)
     weights = torch.rand(21, 2)
     want = mxfp4_moe(x, ids, weights, experts, limit=7.0)
-    got = emulate_moe(x, ids, weights, pack_experts(clone(experts)), 7.0, shape=shape)
+    got = emulate_moe(x, ids, weights, pack_experts(clone(experts)), 7.0, shape)
     assert distance(got, want) < 1e-5

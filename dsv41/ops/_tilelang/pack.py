@@ -7,41 +7,40 @@ them: rows ``16 * warp + lane / 4`` and ``+ 8``, columns ``2 * (lane % 4) + {0, 
 import torch
 
 ROWS, BLOCK_K = 64, 128
-MAX_CODE = 128  # the decoder multiplies by 2^(code - 1), which must be finite in bf16
-
-
-def _fragments(x: torch.Tensor) -> torch.Tensor:
-    """[rows, K] to [blocks, K/128, warp 4, lane/4 8, lane%4 4, step 8, k half 2, row half 2, pair 2]."""
-    rows, k = x.shape
-    x = x.view(
-        rows // ROWS, 4, 2, 8, k // BLOCK_K, 8, 2, 4, 2
-    )  # block, warp, row half, g, kb, step, kh, c, pair
-    return x.permute(0, 4, 1, 3, 7, 5, 6, 2, 8)
+MIN_CODE, MAX_CODE = 1, 251  # scales that a bf16 exponent holds, with every product finite
 
 
 def mxfp4_values(packed: torch.Tensor) -> torch.Tensor:
     """[rows, K/2] bytes of two E2M1 (even element low) to as many bytes in reading order, same shape.
 
-    A word carries a thread's eight values of 16 k; the bit positions are those that ``Mxfp4::decode`` masks.
+    Word (q, i) of a thread holds columns ``32 q + 16 i + 4 * (lane % 4) + {0..3}`` of its two rows; the bit
+    positions are those that ``Mxfp4`` reads.
     """
     rows, half_k = packed.shape
-    code = torch.stack([packed & 15, packed >> 4], -1).view(rows, 2 * half_k)
-    f = _fragments(code).to(torch.int32)  # [..., step, k half, row half, pair]
-    sign, magnitude = f >> 3, f & 7
-    lanes = torch.zeros_like(f[..., 0, 0, :])
-    for (kh, rh), (s, m) in {(0, 0): (15, 6), (0, 1): (12, 3), (1, 0): (14, 0), (1, 1): (13, 9)}.items():
-        lanes |= sign[..., kh, rh, :] << s | magnitude[..., kh, rh, :] << m
-    words = lanes.to(torch.int16).unflatten(-2, (2, 4))  # [block, kb, warp, g, c, half of steps, word, lane]
-    words = words.permute(0, 1, 5, 2, 3, 4, 6, 7).contiguous()
-    return words.view(torch.uint8).view(rows, half_k)
+    code = torch.stack([packed & 15, packed >> 4], -1).view(rows // ROWS, 4, 2, 8, half_k // 64, 8, 4, 4)
+    f = code.permute(0, 4, 1, 3, 6, 5, 2, 7).to(torch.int64)  # block, kb, warp, g, c, word, row half, column
+    words = torch.zeros(f.shape[:-2], dtype=torch.int64, device=packed.device)
+    for half in range(2):
+        for i in range(4):
+            x = f[..., half, i]
+            words |= (x & 7) << (16 * half + 4 * i) | (x >> 3) << (8 * i + 7 - 4 * half)
+    words = words.unflatten(-1, (2, 4)).permute(0, 1, 5, 2, 3, 4, 6)  # halves of the words apart
+    low = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    return low.contiguous().view(torch.uint8).view(rows, half_k)
 
 
 def mxfp4_scales(code: torch.Tensor) -> torch.Tensor:
-    """[rows, K/32] E8M0 codes (at most 128) to exponent fields of the multiplier, in reading order."""
+    """[rows, K/32] E8M0 codes in reading order."""
     rows, groups = code.shape
-    x = (code.to(torch.int32) + 126).to(torch.uint8)
-    x = x.view(rows // ROWS, 4, 2, 8, groups // 4, 4)  # block, warp, row half, g, kb, group
+    x = code.view(rows // ROWS, 4, 2, 8, groups // 4, 4)  # block, warp, row half, g, kb, group
     return x.permute(0, 4, 1, 3, 2, 5).reshape(rows, groups)
+
+
+def _fragments(x: torch.Tensor) -> torch.Tensor:
+    """[rows, K] to [blocks, K/128, warp 4, lane/4 8, lane%4 4, step 8, k half 2, row half 2, pair 2]."""
+    rows, k = x.shape
+    x = x.view(rows // ROWS, 4, 2, 8, k // BLOCK_K, 8, 2, 4, 2)  # block, warp, row half, g, kb, step, kh, c, pair
+    return x.permute(0, 4, 1, 3, 7, 5, 6, 2, 8)
 
 
 def mxfp8_values(values: torch.Tensor) -> torch.Tensor:

@@ -19,18 +19,21 @@ constexpr int BLOCK_K = 128;
 __device__ __forceinline__ uint32_t scale_pair(uint32_t codes, int index) {
   return __byte_perm(codes, 0, index | 0x40 | index << 8 | 0x4000) << 7;
 }
-__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
-  __nv_bfloat162 x, y;
-  memcpy(&x, &a, 4);
-  memcpy(&y, &b, 4);
-  __nv_bfloat162 z = __hmul2(x, y);
+__device__ __forceinline__ uint32_t bits(__nv_bfloat162 v) {
   uint32_t out;
-  memcpy(&out, &z, 4);
+  memcpy(&out, &v, 4);
   return out;
 }
+__device__ __forceinline__ __nv_bfloat162 as_bf16(uint32_t v) {
+  __nv_bfloat162 out;
+  memcpy(&out, &v, 4);
+  return out;
+}
+__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) { return bits(__hmul2(as_bf16(a), as_bf16(b))); }
 
-// MXFP4: a word holds the eight values of a thread for 16 k. Each 16-bit half holds four magnitudes (3 bits) and
-// four signs so that shifts and masks alone put a pair at bf16's bits 15 and 8..6, times 2^-126.
+// MXFP4: words 2q and 2q + 1 hold the 16 values of a thread for the q-th 32 k: four magnitudes a half, as
+// selectors of byte_perm's table look-up; the signs of the low half at bits 7, 15, 23, 31, of the high half four
+// bits lower.
 struct Mxfp4 {
   static constexpr int WORDS = 8;     // 32-bit words a thread reads for a 64 x 128 block
   static constexpr int SCALES = 256;  // bytes of scale codes of the block
@@ -46,13 +49,31 @@ struct Mxfp4 {
     uint2 s = *reinterpret_cast<const uint2*>(scales + (thread >> 2) * 8);
     low = s.x, high = s.y;
   }
-  // The A fragment of k step `step` (0..7).
+  // The bf16 fragment of 16 k, scaled. The first product column pairs are k 4c + {0, 1}, the second 4c + {2, 3}
+  // (c = lane % 4): the token rows carry k in that order.
   __device__ __forceinline__ void decode(int step, uint32_t (&a)[4]) const {
-    uint32_t w = words[step], lo = scale_pair(low, step >> 1), hi = scale_pair(high, step >> 1);
-    a[0] = multiply(w & 0x81C081C0u, lo);
-    a[1] = multiply(w << 3 & 0x81C081C0u, hi);
-    a[2] = multiply((w & 0x40074007u) * 66 & 0x81C081C0u, lo);  // << 6 and << 1 at once
-    a[3] = multiply((w >> 3 & 0x01C001C0u) | (w << 2 & 0x80008000u), hi);
+    uint32_t w = words[step], magnitudes = w & 0x77777777u;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      uint32_t scale = scale_pair(row ? high : low, step >> 1), pick = row ? magnitudes >> 16 : magnitudes;
+      uint32_t upper = __byte_perm(0x3F3F3F00u, 0x40404040u, pick) | ((row ? w << 4 : w) & 0x80808080u);
+      uint32_t lower = __byte_perm(0xC0800000u, 0xC0804000u, pick);
+      a[row] = multiply(__byte_perm(lower, upper, 0x5140), scale);
+      a[2 + row] = multiply(__byte_perm(lower, upper, 0x7362), scale);
+    }
+  }
+  // The E4M3 fragment of the q-th 32 k, not scaled.
+  __device__ __forceinline__ void decode_native(int q, uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t w = words[2 * q + i], magnitudes = hopper::opaque(w & 0x77777777u);
+      a[2 * i] = __byte_perm(0x3C383000u, 0x4C484440u, magnitudes) | (w & 0x80808080u);
+      a[2 * i + 1] = __byte_perm(0x3C383000u, 0x4C484440u, magnitudes >> 16) | (w << 4 & 0x80808080u);
+    }
+  }
+  // The scale of a row for the q-th 32 k.
+  __device__ __forceinline__ float scale(int row, int q) const {
+    return __uint_as_float(__byte_perm(row ? high : low, 0, 0x4044 | q << 8) << 7);
   }
 };
 
@@ -112,18 +133,29 @@ struct Schedule {
   }
 };
 
-template <int K, int MAX_ROWS, int M_BLOCKS, int K_GROUPS, class Format>
+// How token rows come: bf16 in the order of k that the weights' fragments have, or E4M3 in the natural order with
+// a float scale each 32.
+struct Bf16 {
+  static constexpr int BYTES = 2, SCALES = 0;  // bytes of a value; of the scales of a row for 128 k
+};
+struct Native {
+  static constexpr int BYTES = 1, SCALES = 16;
+};
+
+template <int K, int MAX_ROWS, int M_BLOCKS, int K_GROUPS, class Format, class Tokens>
 struct Layout {
   static constexpr int K_BLOCKS = K / BLOCK_K, BLOCKS = 2 * M_BLOCKS;  // BLOCKS: blocks of 64 features of a tile
   static constexpr int THREADS = 128 + 256 * K_GROUPS;
   // Registers of a producer and of a consumer thread: out of what the block got at its start, or it waits for ever.
   static constexpr int PRODUCER = 56, CONSUMER = K_GROUPS == 1 ? 224 : 104;
+  static constexpr int PRODUCERS = 96;  // threads that copy token rows; the first warp copies weights
   static_assert(128 * PRODUCER + 256 * K_GROUPS * CONSUMER <= 65536 / THREADS / 8 * 8 * THREADS);
-  static constexpr int VALUES = Format::WORDS * 512, SCALES = Format::SCALES, TOKENS = MAX_ROWS * 256;
-  static constexpr int STAGE = TOKENS + BLOCKS * (VALUES + SCALES);
+  static constexpr int VALUES = Format::WORDS * 512, SCALES = Format::SCALES;
+  static constexpr int TOKENS = MAX_ROWS * BLOCK_K * Tokens::BYTES, TOKEN_SCALES = MAX_ROWS * Tokens::SCALES;
+  static constexpr int STAGE = TOKENS + BLOCKS * (VALUES + SCALES) + TOKEN_SCALES;
   static constexpr int SUMS = K_GROUPS == 1 ? 0 : MAX_ROWS * 512 * M_BLOCKS;  // a group's sums for the other
-  // Schedule, table of rows, maxima, barriers.
-  static constexpr int REST = SUMS + 4096 + MAX_ROWS * 4 + 2 * MAX_ROWS * 8 + 256;
+  // Schedule, table of rows, the epilogues' words and maxima, barriers.
+  static constexpr int REST = SUMS + 4096 + MAX_ROWS * 4 + 2 * MAX_ROWS * (4 + 8) + 256;
   static constexpr int FIT = (232448 - REST) / STAGE;
   static constexpr int STAGES = FIT < 12 ? FIT : 12;
   static constexpr int BYTES = STAGES * STAGE + REST;
@@ -135,6 +167,9 @@ struct Layout {
   __device__ __forceinline__ uint8_t* scales(int stage, int block) const {
     return base + STAGES * (TOKENS + BLOCKS * VALUES) + (stage * BLOCKS + block) * SCALES;
   }
+  __device__ __forceinline__ float* token_scales(int stage) const {
+    return reinterpret_cast<float*>(base + STAGES * (STAGE - TOKEN_SCALES) + stage * TOKEN_SCALES);
+  }
   __device__ __forceinline__ uint8_t* rest() const { return base + STAGES * STAGE; }
   __device__ __forceinline__ float* sums(int group) const {
     return reinterpret_cast<float*>(rest() + group * (SUMS / 2));
@@ -144,43 +179,35 @@ struct Layout {
   __device__ __forceinline__ __nv_bfloat16* maxima(int group) const {
     return reinterpret_cast<__nv_bfloat16*>(rest() + SUMS + 4096 + MAX_ROWS * 4 + group * MAX_ROWS * 8);
   }
+  __device__ __forceinline__ int* notes(int group) const {  // a word a token for the epilogue
+    return reinterpret_cast<int*>(rest() + SUMS + 4096 + MAX_ROWS * 20) + group * MAX_ROWS;
+  }
   __device__ __forceinline__ uint64_t* full(int stage) const {
     return reinterpret_cast<uint64_t*>(rest() + REST - 256) + stage;
   }
   __device__ __forceinline__ uint64_t* empty(int stage) const { return full(stage) + 12; }
 };
 
-// Where a consumer stands in the ring of stages.
-struct Ring {
-  int stage;
-  uint32_t phase;
-  template <int STAGES>
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, phase ^= 1;
-  }
-};
+// Block `position` (counted through all tiles) is in stage position % STAGES, in phase position / STAGES.
 
 // Multiplies one tile of N tokens with this group's features, over this group's blocks of k.
 template <int N, int M_BLOCKS, int K_GROUPS, class L, class Format>
-__device__ __forceinline__ void multiply_tile(const L& smem, int group, int k_group, int thread, Ring& ring,
+__device__ __forceinline__ void multiply_tile(const L& smem, int group, int k_group, int thread, int position,
                                               float (&acc)[M_BLOCKS][N / 2]) {
   constexpr int HALF = L::TOKENS / 2;
   Format weights[M_BLOCKS];
   uint32_t a[2][M_BLOCKS][4];
   int previous = -1;
 #pragma unroll 1
-  for (int block = 0; block < L::K_BLOCKS; ++block) {
-    if (K_GROUPS > 1 && block % K_GROUPS != k_group) {
-      ring.template next<L::STAGES>();
-      continue;
-    }
-    hopper::barrier_wait(smem.full(ring.stage), ring.phase);
+  for (int block = K_GROUPS == 1 ? 0 : k_group; block < L::K_BLOCKS; block += K_GROUPS) {
+    int stage = (position + block) % L::STAGES;
+    hopper::barrier_wait(smem.full(stage), (position + block) / L::STAGES & 1);
     hopper::fence_async();
 #pragma unroll
     for (int m = 0; m < M_BLOCKS; ++m)
-      weights[m].load(smem.values(ring.stage, group * M_BLOCKS + m), smem.scales(ring.stage, group * M_BLOCKS + m),
+      weights[m].load(smem.values(stage, group * M_BLOCKS + m), smem.scales(stage, group * M_BLOCKS + m),
                       thread);
-    uint64_t tokens = hopper::tile_descriptor(hopper::smem_address(smem.tokens(ring.stage)));
+    uint64_t tokens = hopper::tile_descriptor(hopper::smem_address(smem.tokens(stage)));
 #pragma unroll
     for (int step = 0; step < 8; ++step) {
       hopper::wgmma_wait<1>();  // a[step & 1] is free again
@@ -193,8 +220,7 @@ __device__ __forceinline__ void multiply_tile(const L& smem, int group, int k_gr
         hopper::wgmma_bf16_rs(acc[m], a[step & 1][m], tokens + ((step >> 2) * HALF + (step & 3) * 32) / 16, 1);
       hopper::wgmma_commit();
     }
-    previous = ring.stage;
-    ring.template next<L::STAGES>();
+    previous = stage;
   }
   hopper::wgmma_wait<0>();
 #pragma unroll
@@ -202,12 +228,71 @@ __device__ __forceinline__ void multiply_tile(const L& smem, int group, int k_gr
   if (previous >= 0 && (thread & 31) == 0) hopper::barrier_arrive(smem.empty(previous));
 }
 
-template <int N, int M_BLOCKS, int K_GROUPS, class L, class Format, class Epilogue>
-__device__ __forceinline__ void finish_tile(const L& smem, int group, int k_group, int thread, Ring& ring,
+__device__ __forceinline__ float component(float4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// The same with native FP8: a product of 32 k at a time, scaled in f32 by the token's and the row's scale.
+template <int N, int K_GROUPS, class L, class Format>
+__device__ __forceinline__ void multiply_native(const L& smem, int group, int k_group, int thread, int position,
+                                                float (&acc)[N / 2]) {
+  Format weights;
+  float part[2][N / 2] = {};
+  uint32_t a[2][4];
+  int column = 2 * (thread & 3);
+#pragma unroll 1
+  for (int block = K_GROUPS == 1 ? 0 : k_group; block < L::K_BLOCKS; block += K_GROUPS) {
+    int stage = (position + block) % L::STAGES;
+    hopper::barrier_wait(smem.full(stage), (position + block) / L::STAGES & 1);
+    hopper::fence_async();
+    weights.load(smem.values(stage, group), smem.scales(stage, group), thread);
+    constexpr bool EARLY = N <= 16;  // read all the scales of the tokens at once
+    const float4* scales = reinterpret_cast<const float4*>(smem.token_scales(stage)) + column;
+    float4 early[EARLY ? N / 4 : 1];
+    if (EARLY)
+#pragma unroll
+      for (int n = 0; n < N / 4; ++n) early[n] = scales[8 * (n / 2) + n % 2];
+    uint64_t tokens = hopper::tile_descriptor(hopper::smem_address(smem.tokens(stage)));
+#pragma unroll
+    for (int q = 0; q <= 4; ++q) {
+      if (q < 4) {
+        weights.decode_native(q, a[q & 1]);
+        hopper::wgmma_fence();
+        hopper::wgmma_e4m3_rs(part[q & 1], a[q & 1], tokens + 2 * q, 0);
+        hopper::wgmma_commit();
+      }
+      if (q == 0) continue;
+      if (q < 4)
+        hopper::wgmma_wait<1>();
+      else
+        hopper::wgmma_wait<0>();
+      hopper::keep(part[(q - 1) & 1]);
+      float low = weights.scale(0, q - 1), high = weights.scale(1, q - 1);
+#pragma unroll
+      for (int j = 0; j < N / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float scale = EARLY ? component(early[2 * j + i], q - 1)
+                              : reinterpret_cast<const float*>(scales + 8 * j + i)[q - 1];
+          acc[4 * j + i] += part[(q - 1) & 1][4 * j + i] * scale * low;
+          acc[4 * j + 2 + i] += part[(q - 1) & 1][4 * j + 2 + i] * scale * high;
+        }
+      }
+    }
+    if ((thread & 31) == 0) hopper::barrier_arrive(smem.empty(stage));
+  }
+}
+
+template <int N, int M_BLOCKS, int K_GROUPS, class L, class Format, class Tokens, class Epilogue>
+__device__ __forceinline__ void finish_tile(const L& smem, int group, int k_group, int thread, int position,
                                             const Tile& tile, const Epilogue& epilogue) {
   thread = hopper::opaque(thread);
   float acc[M_BLOCKS][N / 2] = {};  // written before the first product: otherwise ptxas keeps it live for ever
-  multiply_tile<N, M_BLOCKS, K_GROUPS, L, Format>(smem, group, k_group, thread, ring, acc);
+  // Loads of the epilogue's words hide behind the products.
+  if (k_group == 0)
+    for (int n = thread; n < tile.rows; n += 128) smem.notes(group)[n] = epilogue.note(tile.row + n);
+  if constexpr (Tokens::SCALES > 0)
+    multiply_native<N, K_GROUPS, L, Format>(smem, group, k_group, thread, position, acc[0]);
+  else
+    multiply_tile<N, M_BLOCKS, K_GROUPS, L, Format>(smem, group, k_group, thread, position, acc);
   if (K_GROUPS > 1) {
     float* sums = smem.sums(group) + thread;
     if (k_group == 1) {
@@ -222,30 +307,32 @@ __device__ __forceinline__ void finish_tile(const L& smem, int group, int k_grou
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) acc[0][i] += sums[i * 128];
   }
+  hopper::named_barrier(2 + group, 128);  // the notes are there
 #pragma unroll
   for (int m = 0; m < M_BLOCKS; ++m)
     epilogue.template operator()<N>(acc[m], tile, tile.block * L::BLOCKS + group * M_BLOCKS + m, group, thread,
-                                    smem.maxima(group));
+                                    smem.notes(group), smem.maxima(group));
+  hopper::named_barrier(2 + group, 128);  // and may be overwritten
 }
 
 __device__ __forceinline__ uint32_t pair_bf16(float low, float high) {
-  return static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(low))) |
-         static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(high))) << 16;
+  return bits(__floats2bfloat162_rn(low, high));
 }
 
-// The whole kernel. `rows` gives the row of `x` of a position: x + rows(position) * K. `features`: of one expert.
-template <int K, int MAX_ROWS, int M_BLOCKS, int K_GROUPS, class Format, class Rows, class Epilogue>
-__device__ __forceinline__ void run(const uint8_t* values, const uint8_t* scales, const void* x, const int* begins,
-                                    int experts, int features, uint8_t* shared, const Rows& rows,
+// The whole kernel. `rows` gives the row of `x` (and of its scales [rows, K / 32] where it has some) of a position.
+// `features`: of one expert.
+template <int K, int MAX_ROWS, int M_BLOCKS, int K_GROUPS, class Format, class Tokens, class Rows, class Epilogue>
+__device__ __forceinline__ void run(const uint8_t* values, const uint8_t* scales, const void* x, const float* x_scale,
+                                    const int* begins, int experts, int features, uint8_t* shared, const Rows& rows,
                                     const Epilogue& epilogue) {
-  using L = Layout<K, MAX_ROWS, M_BLOCKS, K_GROUPS, Format>;
+  using L = Layout<K, MAX_ROWS, M_BLOCKS, K_GROUPS, Format, Tokens>;
   L smem{shared};
   int thread = threadIdx.x & 127, role = threadIdx.x >> 7, blocks = features / (64 * L::BLOCKS);
   int* starts = smem.starts();
   if (threadIdx.x == 0) {
     for (int i = 0; i < L::STAGES; ++i) {
-      hopper::barrier_init(smem.full(i), 129);  // the producers' copies and the announcement of the weights
-      hopper::barrier_init(smem.empty(i), 8);   // the warps that multiply this stage
+      hopper::barrier_init(smem.full(i), L::PRODUCERS + 1);  // copies of rows, and the announcement of weights
+      hopper::barrier_init(smem.empty(i), 8);                // the warps that multiply this stage
     }
     hopper::fence_barrier_init();
   }
@@ -266,51 +353,67 @@ __device__ __forceinline__ void run(const uint8_t* values, const uint8_t* scales
   }
   __syncthreads();
   Schedule<MAX_ROWS> schedule{starts, begins, experts, blocks, starts[experts] * blocks};
-  Ring ring{0, 0};
+  int position = 0;
 
   if (role == 0) {
     hopper::registers_shrink<L::PRODUCER>();
+    if (thread < 32) {
+      if (thread > 0) return;
+      for (int work = blockIdx.x; work < schedule.total; work += gridDim.x) {
+        Tile tile = schedule(work);
+        int64_t at = (static_cast<int64_t>(tile.expert) * blocks + tile.block) * L::BLOCKS * L::K_BLOCKS;
+        const uint8_t *value = values + at * L::VALUES, *scale = scales + at * L::SCALES;
+        for (int k = 0; k < L::K_BLOCKS; ++k, ++position, value += L::VALUES, scale += L::SCALES) {
+          int stage = position % L::STAGES;
+          uint64_t* full = smem.full(stage);
+          hopper::barrier_wait(smem.empty(stage), position / L::STAGES & 1 ^ 1);
+          hopper::barrier_expect(full, L::BLOCKS * (L::VALUES + L::SCALES));
+#pragma unroll
+          for (int b = 0; b < L::BLOCKS; ++b) {
+            hopper::bulk_copy(smem.values(stage, b), value + b * (L::K_BLOCKS * L::VALUES), L::VALUES, full);
+            hopper::bulk_copy(smem.scales(stage, b), scale + b * (L::K_BLOCKS * L::SCALES), L::SCALES, full);
+          }
+        }
+      }
+      return;
+    }
+    thread -= 32;
     int* table = smem.rows();
-    int piece = thread & 15, first = thread >> 4;
+    constexpr int PIECES = 8 * Tokens::BYTES;  // of 16 bytes in a row for 128 k
+    int piece = thread % PIECES, first = thread / PIECES;
     for (int work = blockIdx.x; work < schedule.total; work += gridDim.x) {
       Tile tile = schedule(work);
       int padded = (tile.rows + 7) & ~7;
-      hopper::named_barrier(1, 128);  // everybody is done with the previous table
-      for (int i = thread; i < tile.rows; i += 128) table[i] = rows(tile.row + i);
-      hopper::named_barrier(1, 128);
-      int64_t block = (static_cast<int64_t>(tile.expert) * blocks + tile.block) * L::BLOCKS;
-      for (int k = 0; k < L::K_BLOCKS; ++k) {
-        hopper::barrier_wait(smem.empty(ring.stage), ring.phase ^ 1);
-        uint64_t* full = smem.full(ring.stage);
-        if (thread == 0) {
-          hopper::barrier_expect(full, L::BLOCKS * (L::VALUES + L::SCALES));
-          for (int b = 0; b < L::BLOCKS; ++b) {
-            int64_t at = (block + b) * L::K_BLOCKS + k;
-            hopper::bulk_copy(smem.values(ring.stage, b), values + at * L::VALUES, L::VALUES, full);
-            hopper::bulk_copy(smem.scales(ring.stage, b), scales + at * L::SCALES, L::SCALES, full);
-          }
-        }
-        uint8_t* tokens = smem.tokens(ring.stage) + (piece >> 3) * (L::TOKENS / 2);
-        const uint8_t* source = static_cast<const uint8_t*>(x) + k * 256 + piece * 16;
-#pragma unroll 4
-        for (int row = first; row < padded; row += 8) {
-          bool valid = row < tile.rows;
-          int64_t at = valid ? table[row] : 0;
-          hopper::copy_16(tokens + hopper::swizzle_128(row, piece & 7), source + at * (2 * K), valid);
-        }
-        hopper::barrier_arrive_copies(full);
-        ring.template next<L::STAGES>();
+      hopper::named_barrier(1, L::PRODUCERS);  // everybody is done with the previous table
+      // Columns past the tile's rows are never read: they repeat its first row.
+      for (int i = thread; i < padded; i += L::PRODUCERS) table[i] = rows(tile.row + (i < tile.rows ? i : 0));
+      hopper::named_barrier(1, L::PRODUCERS);
+      const uint8_t* source = static_cast<const uint8_t*>(x) + piece * 16;
+      const float* scale = x_scale;
+      for (int k = 0; k < L::K_BLOCKS; ++k, ++position, source += PIECES * 16, scale += 4) {
+        int stage = position % L::STAGES;
+        hopper::barrier_wait(smem.empty(stage), position / L::STAGES & 1 ^ 1);
+        uint8_t* tokens = smem.tokens(stage) + (piece >> 3) * (L::TOKENS / 2);
+#pragma unroll 8
+        for (int row = first; row < padded; row += L::PRODUCERS / PIECES)
+          hopper::copy_16(tokens + hopper::swizzle_128(row, piece & 7),
+                          source + static_cast<int64_t>(table[row]) * (Tokens::BYTES * K), true);
+        if (Tokens::SCALES > 0)
+          for (int row = thread; row < padded; row += L::PRODUCERS)
+            hopper::copy_16(smem.token_scales(stage) + row * 4, scale + static_cast<int64_t>(table[row]) * (K / 32),
+                            true);
+        hopper::barrier_arrive_copies(smem.full(stage));
       }
     }
   } else {
     hopper::registers_grow<L::CONSUMER>();
     int group = (role - 1) & 1, k_group = (role - 1) >> 1;
-    for (int work = blockIdx.x; work < schedule.total; work += gridDim.x) {
+    for (int work = blockIdx.x; work < schedule.total; work += gridDim.x, position += L::K_BLOCKS) {
       Tile tile = schedule(work);
 #define DSV41_WIDTH(N)                                                                                       \
   if (N <= MAX_ROWS && tile.rows <= N) {                                                                     \
-    finish_tile<(N <= MAX_ROWS ? N : 8), M_BLOCKS, K_GROUPS, L, Format>(smem, group, k_group, thread, ring, \
-                                                                        tile, epilogue);                    \
+    finish_tile<(N <= MAX_ROWS ? N : 8), M_BLOCKS, K_GROUPS, L, Format, Tokens>(                            \
+        smem, group, k_group, thread, position, tile, epilogue);                                            \
     continue;                                                                                                \
   }
       DSV41_WIDTHS(DSV41_WIDTH)

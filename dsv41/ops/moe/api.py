@@ -16,7 +16,8 @@ def _hopper(x: Any, x_scale: Any, ids: Any, weights: Any, w13: Any, *rest: Any) 
     layout, inter, hidden = rest[3], w13.shape[1] // 2, x.shape[1]
     if layout != "hopper":
         return f"takes experts packed by pack_experts, got the {layout} layout"
-    return None if hidden % 128 == 0 and inter % 128 == 0 else "hidden and inter must be multiples of 128"
+    good = hidden % 256 == 0 and inter % 128 == 0
+    return None if good else f"hidden must be a multiple of 256, inter of 128, got {hidden} and {inter}"
 
 
 _MOE = Op(
@@ -33,8 +34,9 @@ _ALIGN = 256
 def _sizes(
     tokens: int, top_k: int, experts: int, hidden: int, inter: int
 ) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """The parts of the scratch: first position of each expert, assignment of each position, the rows in
-    bf16, the inner activations, and one output row an assignment.
+    """The parts of the scratch: first position of each expert, assignment of each position, the rows (bf16,
+    or only their scales), the inner activations (bf16, or E4M3 in the first half) and their scales, and one
+    output row an assignment.
     """
     rows = tokens * top_k
     return [
@@ -42,6 +44,7 @@ def _sizes(
         (torch.int32, (rows,)),
         (torch.bfloat16, (tokens, hidden)),
         (torch.bfloat16, (rows, inter)),
+        (torch.float32, (rows, inter // 32)),
         (torch.bfloat16, (rows, hidden)),
     ]
 
@@ -71,24 +74,26 @@ def pack_experts(experts: MXFP4Experts) -> MXFP4Experts:
     """Put the weights of a layer into the order in which the Hopper kernel reads them, in place.
 
     Args:
-        experts: MXFP4Experts view in the plain layout, hidden and inter multiples of 128, scale codes at most
-            128 (scales at most 2).
+        experts: MXFP4Experts view in the plain layout, hidden a multiple of 256, inter of 128, scale codes 1 to
+            251.
 
     Returns:
         MXFP4Experts view with layout "hopper" over the same memory; the given view is no longer valid.
 
-    Errors: ValueError before anything is written. Works one expert at a time: a few hundred MB above the layer.
+    Errors: ValueError before anything is written. Works one expert at a time: less than 1 GB above the layer.
     Contract: every value and scale is kept; the products are those of the plain layout.
     """
     name = "pack_experts"
     check(isinstance(experts, MXFP4Experts), name, "experts: MXFP4Experts", experts)
     check(experts.layout == "plain", name, "experts in the plain layout", experts.layout)
-    good = experts.hidden % 128 == 0 and experts.inter % 128 == 0
-    check(good, name, "hidden and inter: multiples of 128", (experts.hidden, experts.inter))
+    good = experts.hidden % 256 == 0 and experts.inter % 128 == 0
+    check(good, name, "hidden a multiple of 256, inter of 128", (experts.hidden, experts.inter))
     w13, w13_scale, w2, w2_scale, _ = experts.flat()
     for label, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
-        high = max((int(part.max()) for part in scale if part.numel()), default=0)
-        check(high <= pack.MAX_CODE, name, f"{label}: codes at most {pack.MAX_CODE} (255 is NaN)", high)
+        codes = [int(part.aminmax()[i]) for part in scale if part.numel() for i in (0, 1)]
+        wanted = f"{label}: codes {pack.MIN_CODE} to {pack.MAX_CODE} (255 is NaN)"
+        low, high = min(codes, default=pack.MIN_CODE), max(codes, default=pack.MAX_CODE)
+        check(low >= pack.MIN_CODE and high <= pack.MAX_CODE, name, wanted, f"{low} to {high}")
     for tensor in (w13, w13_scale, w2, w2_scale):
         check(
             tensor.is_contiguous(), name, "contiguous weights and scales", f"strides {tuple(tensor.stride())}"

@@ -38,36 +38,50 @@ __device__ __forceinline__ void group(const int* ids, int assignments, int exper
   }
 }
 
-// Eight E4M3 values times 2^(code - 127) as bf16.
-__device__ __forceinline__ uint4 expand(uint2 v, uint32_t code) {
+// Sixteen E4M3 values times 2^(code - 127) as bf16, in the order of k of the weights' fragments: 4c + {0, 1} for
+// c = 0..3, then 4c + {2, 3}.
+__device__ __forceinline__ void expand(uint4 v, uint32_t code, uint4* out) {
   float scale = __uint_as_float(code == 0 ? 0x00400000u : code == 255 ? 0x7FC00000u : code << 23);
-  uint32_t words[2] = {v.x, v.y}, out[4];
+  uint32_t words[4] = {v.x, v.y, v.z, v.w}, pairs[2][4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float f[2];
+  for (int c = 0; c < 4; ++c) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      __nv_fp8_storage_t byte = words[i >> 1] >> (16 * (i & 1) + 8 * j) & 0xFF;
-      f[j] = __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3))) * scale;
+    for (int half = 0; half < 2; ++half) {
+      float f[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        __nv_fp8_storage_t byte = words[c] >> (16 * half + 8 * e) & 0xFF;
+        f[e] = __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3))) * scale;
+      }
+      pairs[half][c] = gemm::pair_bf16(f[0], f[1]);
     }
-    out[i] = gemm::pair_bf16(f[0], f[1]);
   }
-  return make_uint4(out[0], out[1], out[2], out[3]);
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    out[half] = make_uint4(pairs[half][0], pairs[half][1], pairs[half][2], pairs[half][3]);
 }
 
-template <int HIDDEN>
+// `rows`: the rows in bf16, or (NATIVE) their scales as floats [tokens, HIDDEN / 32].
+template <int HIDDEN, bool NATIVE>
 __device__ __forceinline__ void prepare(const int* ids, const uint8_t* x, const uint8_t* x_scale, int tokens,
-                                        int top_k, int experts, int* begins, int* order, void* expanded,
+                                        int top_k, int experts, int* begins, int* order, void* rows,
                                         uint8_t* shared) {
   if (blockIdx.x < experts) {
     group(ids, tokens * top_k, experts, begins, order, reinterpret_cast<int*>(shared));
     return;
   }
-  int64_t pieces = static_cast<int64_t>(tokens) * (HIDDEN / 8);
+  int64_t pieces = static_cast<int64_t>(tokens) * (HIDDEN / (NATIVE ? 32 : 16));
   int64_t stride = static_cast<int64_t>(gridDim.x - experts) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x - experts) * blockDim.x + threadIdx.x; i < pieces; i += stride)
-    static_cast<uint4*>(expanded)[i] =
-        expand(__ldg(reinterpret_cast<const uint2*>(x) + i), __ldg(x_scale + (i >> 2)));
+  for (int64_t i = static_cast<int64_t>(blockIdx.x - experts) * blockDim.x + threadIdx.x; i < pieces; i += stride) {
+    if (NATIVE) {
+      uint32_t code = __ldg(x_scale + i);
+      static_cast<float*>(rows)[i] =
+          __uint_as_float(code == 0 ? 0x00400000u : code == 255 ? 0x7FC00000u : code << 23);
+    } else {
+      expand(__ldg(reinterpret_cast<const uint4*>(x) + i), __ldg(x_scale + (i >> 1)),
+             static_cast<uint4*>(rows) + 2 * i);
+    }
+  }
 }
 
 // The code of the smallest power of two >= amax / 448.
@@ -77,70 +91,86 @@ __device__ __forceinline__ int scale_code(float amax) {
   return min(max(code, 1), 254);
 }
 
-// silu(min(gate, limit)) * clamp(up, +-limit) * weight, rounded to bf16. Comparisons let NaN through.
+// silu(min(gate, limit)) * clamp(up, +-limit) * weight. Comparisons let NaN through.
 __device__ __forceinline__ float swiglu(float gate, float up, float weight, float limit) {
-  gate = __bfloat162float(__float2bfloat16_rn(gate));
-  up = __bfloat162float(__float2bfloat16_rn(up));
   gate = gate > limit ? limit : gate;
   up = up > limit ? limit : up < -limit ? -limit : up;
-  float y = gate / (1.0f + expf(-gate)) * up * weight;
-  return __bfloat162float(__float2bfloat16_rn(y));
+  return __fdividef(gate, 1.0f + __expf(-gate)) * up * weight;
 }
-
-// What MXFP8 with this scale carries of y.
-__device__ __forceinline__ float carried(float y, float inverse, float scale) {
-  float v = y * inverse;
-  v = v > 448.0f ? 448.0f : v < -448.0f ? -448.0f : v;
-  __nv_fp8_storage_t q = __nv_cvt_float_to_fp8(v, __NV_NOSAT, __NV_E4M3);
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(q, __NV_E4M3))) * scale;
+__device__ __forceinline__ float2 rounded(float low, float high) {
+  __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+  return make_float2(__low2float(v), __high2float(v));
 }
 
 // End of the first product: rows g and g + 8 of a warp's 16 are gate and up of one feature, a warp group holds
 // the 32 features of one scale.
-template <int INTER>
+template <int INTER, bool NATIVE>
 struct GateUp {
   const int* order;
   const float* weights;  // [assignments]
   float limit;
-  __nv_bfloat16* out;    // [positions, INTER]
+  void* out;       // [positions, INTER]: what MXFP8 carries, in bf16 and the order of k of the weights; or E4M3
+  float* scales;   // [positions, INTER / 32], for E4M3
 
+  __device__ __forceinline__ int note(int position) const {
+    return __float_as_int(__ldg(weights + __ldg(order + position)));
+  }
   template <int N>
   __device__ __forceinline__ void operator()(float (&acc)[N / 2], const gemm::Tile& tile, int block, int group,
-                                             int thread, __nv_bfloat16* maxima) const {
+                                             int thread, const int* notes, __nv_bfloat16* maxima) const {
     int warp = thread >> 5, lane = thread & 31, column = 2 * (lane & 3);
+    uint32_t* pairs = reinterpret_cast<uint32_t*>(maxima);  // [warp][N / 2]: two tokens a word
+    uint32_t y[N / 8];                                      // in bf16, two tokens a word
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
+      int n = 8 * j + column;
+      float2 gate = rounded(acc[4 * j], acc[4 * j + 1]), up = rounded(acc[4 * j + 2], acc[4 * j + 3]);
+      float first = n < tile.rows ? __int_as_float(notes[n]) : 0.0f;
+      float second = n + 1 < tile.rows ? __int_as_float(notes[n + 1]) : 0.0f;
+      y[j] = gemm::pair_bf16(swiglu(gate.x, up.x, first, limit), swiglu(gate.y, up.y, second, limit));
+      uint32_t amax = y[j] & 0x7FFF7FFFu;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        int n = 8 * j + column + i;
-        float weight = n < tile.rows ? __ldg(weights + __ldg(order + tile.row + n)) : 0.0f;
-        float y = swiglu(acc[4 * j + i], acc[4 * j + 2 + i], weight, limit);
-        acc[4 * j + i] = y;
-        float amax = fmaxf(fabsf(y), 0.0f);  // a NaN does not count
-#pragma unroll
-        for (int d = 4; d < 32; d *= 2) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, d));
-        if (lane < 4) maxima[warp * N + n] = __float2bfloat16_rn(amax);
-      }
+      for (int d = 4; d < 32; d *= 2)  // a NaN does not count
+        amax = gemm::bits(__hmax2(gemm::as_bf16(amax), gemm::as_bf16(__shfl_xor_sync(0xFFFFFFFFu, amax, d))));
+      if (lane < 4) pairs[warp * (N / 2) + 4 * j + lane] = amax;
     }
     hopper::named_barrier(2 + group, 128);
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
-      float v[2];
+      int n = 8 * j + column;
+      __nv_bfloat162 amax = gemm::as_bf16(pairs[4 * j + (lane & 3)]);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        int n = 8 * j + column + i;
-        float amax = 1e-4f;
-#pragma unroll
-        for (int w = 0; w < 4; ++w) amax = fmaxf(amax, __bfloat162float(maxima[w * N + n]));
-        int code = scale_code(amax);
-        v[i] = carried(acc[4 * j + i], __uint_as_float(static_cast<uint32_t>(254 - code) << 23),
-                       __uint_as_float(static_cast<uint32_t>(code) << 23));
+      for (int w = 1; w < 4; ++w) amax = __hmax2(amax, gemm::as_bf16(pairs[w * (N / 2) + 4 * j + (lane & 3)]));
+      int low = scale_code(fmaxf(1e-4f, __low2float(amax))), high = scale_code(fmaxf(1e-4f, __high2float(amax)));
+      float2 scale = make_float2(__int_as_float(low << 23), __int_as_float(high << 23));
+      float2 v = make_float2(__uint_as_float(y[j] << 16) * __int_as_float((254 - low) << 23),
+                             __uint_as_float(y[j] & 0xFFFF0000u) * __int_as_float((254 - high) << 23));
+      uint32_t q = __nv_cvt_float2_to_fp8x2(v, __NV_SATFINITE, __NV_E4M3), pair;
+      if (NATIVE) {
+        pair = (q & 0xFF) | (q & 0xFF00) << 8;
+        if (thread < 4) {
+          float* to = scales + static_cast<int64_t>(tile.row + n) * (INTER / 32) + block;
+          if (n < tile.rows) to[0] = scale.x;
+          if (n + 1 < tile.rows) to[INTER / 32] = scale.y;
+        }
+      } else {
+        __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(q), __NV_E4M3);
+        __half2 half;
+        memcpy(&half, &raw, 4);
+        float2 f = __half22float2(half);
+        pair = gemm::pair_bf16(f.x * scale.x, f.y * scale.y);
       }
-      uint32_t pair = hopper::transpose_8x8(gemm::pair_bf16(v[0], v[1]));
-      int n = 8 * j + (lane >> 2);
-      if (n < tile.rows) {
-        int feature = block * 32 + warp * 8 + column;
-        *reinterpret_cast<uint32_t*>(out + static_cast<int64_t>(tile.row + n) * INTER + feature) = pair;
+      pair = hopper::transpose_8x8(pair);
+      n = 8 * j + (lane >> 2);
+      int feature = warp * 8 + column;  // of the block's 32
+      if (n >= tile.rows) continue;
+      int64_t row = static_cast<int64_t>(tile.row + n) * INTER + block * 32;
+      if (NATIVE) {
+        *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(out) + row + feature) =
+            static_cast<uint16_t>(pair | pair >> 8);
+      } else {  // 4c + 2h goes to 8h + 2c
+        int at = (feature & 16) + 4 * (feature & 2) + (feature >> 1 & 6);
+        *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(out) + row + at) = pair;
       }
     }
     hopper::named_barrier(2 + group, 128);  // the maxima may be overwritten
@@ -153,9 +183,10 @@ struct Down {
   const int* order;
   __nv_bfloat16* out;  // [assignments, HIDDEN]
 
+  __device__ __forceinline__ int note(int position) const { return __ldg(order + position); }
   template <int N>
   __device__ __forceinline__ void operator()(float (&acc)[N / 2], const gemm::Tile& tile, int block, int, int thread,
-                                             __nv_bfloat16*) const {
+                                             const int* notes, __nv_bfloat16*) const {
     int warp = thread >> 5, lane = thread & 31;
     int feature = block * 64 + warp * 16 + 2 * (lane & 3);
 #pragma unroll
@@ -164,7 +195,7 @@ struct Down {
       uint32_t high = hopper::transpose_8x8(gemm::pair_bf16(acc[4 * j + 2], acc[4 * j + 3]));
       int n = 8 * j + (lane >> 2);
       if (n < tile.rows) {
-        __nv_bfloat16* row = out + static_cast<int64_t>(__ldg(order + tile.row + n)) * HIDDEN + feature;
+        __nv_bfloat16* row = out + static_cast<int64_t>(notes[n]) * HIDDEN + feature;
         *reinterpret_cast<uint32_t*>(row) = low;
         *reinterpret_cast<uint32_t*>(row + 8) = high;
       }
@@ -181,20 +212,22 @@ struct Same {
   __device__ __forceinline__ int operator()(int position) const { return position; }
 };
 
-template <int HIDDEN, int INTER, int MAX_ROWS, int M_BLOCKS, int K_GROUPS>
-__device__ __forceinline__ void gate_up(const uint8_t* w, const uint8_t* w_scale, const void* x, const int* begins,
-                                        const int* order, const float* weights, int experts, int top_k, float limit,
-                                        void* out, uint8_t* shared) {
-  gemm::run<HIDDEN, MAX_ROWS, M_BLOCKS, K_GROUPS, gemm::Mxfp4>(
-      w, w_scale, x, begins, experts, 2 * INTER, shared, TokenOf{order, top_k},
-      GateUp<INTER>{order, weights, limit, static_cast<__nv_bfloat16*>(out)});
+// `x_scale` and `out_scale` are for NATIVE operands, whose values are E4M3; otherwise they are bf16.
+template <int HIDDEN, int INTER, int MAX_ROWS, int M_BLOCKS, int K_GROUPS, class Tokens>
+__device__ __forceinline__ void gate_up(const uint8_t* w, const uint8_t* w_scale, const void* x, const float* x_scale,
+                                        const int* begins, const int* order, const float* weights, int experts,
+                                        int top_k, float limit, void* out, float* out_scale, uint8_t* shared) {
+  gemm::run<HIDDEN, MAX_ROWS, M_BLOCKS, K_GROUPS, gemm::Mxfp4, Tokens>(
+      w, w_scale, x, x_scale, begins, experts, 2 * INTER, shared, TokenOf{order, top_k},
+      GateUp<INTER, (Tokens::SCALES > 0)>{order, weights, limit, out, out_scale});
 }
 
-template <int HIDDEN, int INTER, int MAX_ROWS, int M_BLOCKS, int K_GROUPS>
-__device__ __forceinline__ void down(const uint8_t* w, const uint8_t* w_scale, const void* x, const int* begins,
-                                     const int* order, int experts, void* out, uint8_t* shared) {
-  gemm::run<INTER, MAX_ROWS, M_BLOCKS, K_GROUPS, gemm::Mxfp4>(w, w_scale, x, begins, experts, HIDDEN, shared, Same{},
-                                          Down<HIDDEN>{order, static_cast<__nv_bfloat16*>(out)});
+template <int HIDDEN, int INTER, int MAX_ROWS, int M_BLOCKS, int K_GROUPS, class Tokens>
+__device__ __forceinline__ void down(const uint8_t* w, const uint8_t* w_scale, const void* x, const float* x_scale,
+                                     const int* begins, const int* order, int experts, void* out, uint8_t* shared) {
+  gemm::run<INTER, MAX_ROWS, M_BLOCKS, K_GROUPS, gemm::Mxfp4, Tokens>(
+      w, w_scale, x, x_scale, begins, experts, HIDDEN, shared, Same{},
+      Down<HIDDEN>{order, static_cast<__nv_bfloat16*>(out)});
 }
 
 // out = sum of a token's rows in top-k order, plus `extra`; a row of 8 values a thread.

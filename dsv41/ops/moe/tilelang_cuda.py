@@ -1,6 +1,7 @@
 """MXFP4 experts on Hopper: grouping, two products with weights decoded in registers, and the combine."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import tilelang.language as T
 import torch
@@ -10,36 +11,46 @@ from .._tilelang import HERE, build, device_source
 from .api import scratch_parts
 
 SMS = 132  # blocks of the persistent products; any number is right
-# Largest token tile: the widths compiled for it (more in one kernel make ptxas serialise the products, C7512),
-# blocks of 64 features a warp group, and groups that share the blocks of k.
-SHAPES = {
-    32: ((8, 16, 24, 32), 1, 2),
-    64: ((24, 32, 48, 64), 1, 2),
-    136: ((72, 136), 2, 1),
-}
 THREADS = 256
 
 
-def _source(max_rows: int = 32) -> str:
-    widths = SHAPES[max_rows][0]
-    macro = "#define DSV41_WIDTHS(X) " + " ".join(f"X({n})" for n in widths) + "\n"
+class Shape(NamedTuple):
+    """How a product is tiled. Few widths: with more, ptxas serialises the products (C7512)."""
+
+    widths: tuple[int, ...]  # token tiles compiled; the last is the largest
+    m_blocks: int  # blocks of 64 features a warp group
+    k_groups: int  # warp groups that share the blocks of k
+    native: bool  # token rows in E4M3 with a scale each 32, else bf16
+
+
+SHAPES = {
+    16: Shape((8, 16), 1, 2, True),
+    32: Shape((8, 16, 24, 32), 1, 2, True),
+    136: Shape((72, 136), 2, 1, False),
+}
+
+
+def _source(max_rows: int) -> str:
+    shape = SHAPES[max_rows]
+    macro = "#define DSV41_WIDTHS(X) " + " ".join(f"X({n})" for n in shape.widths) + "\n"
     files = (HERE / "weights_gemm.cuh", Path(__file__).parent / "mxfp4_moe.cuh")
-    return macro + device_source(*files, wgmma={"bf16_rs": widths})
+    return macro + device_source(*files, wgmma={"bf16_rs": shape.widths, "e4m3_rs": shape.widths})
 
 
 def _shared_bytes(k: int, max_rows: int) -> int:
     """`Layout::BYTES` of weights_gemm.cuh."""
-    _, m_blocks, k_groups = SHAPES[max_rows]
-    stage = max_rows * 256 + 2 * m_blocks * (4096 + 256)
-    rest = (max_rows * 512 * m_blocks if k_groups > 1 else 0) + 4096 + 20 * max_rows + 256
+    _, m_blocks, k_groups, native = SHAPES[max_rows]
+    stage = max_rows * (144 if native else 256) + 2 * m_blocks * (4096 + 256)
+    rest = (max_rows * 512 * m_blocks if k_groups > 1 else 0) + 4096 + 28 * max_rows + 256
     return min(12, (232448 - rest) // stage) * stage + rest
 
 
 @compiled
-def _prepare(hidden, arch):
-    source = _source()
+def _prepare(hidden, native, arch):
+    source = _source(136)
     tokens, top_k, rows = T.dynamic("tokens"), T.dynamic("top_k"), T.dynamic("rows")
     bounds = T.dynamic("bounds")
+    out = T.Tensor((tokens, hidden // 32), T.float32) if native else T.Tensor((tokens, hidden), T.bfloat16)
 
     @T.prim_func
     def prepare(
@@ -48,14 +59,14 @@ def _prepare(hidden, arch):
         x_scale: T.Tensor((tokens, hidden // 32), T.uint8),
         begins: T.Tensor((bounds,), T.int32),
         order: T.Tensor((rows,), T.int32),
-        expanded: T.Tensor((tokens, hidden), T.bfloat16),
+        expanded: out,
     ):
-        with T.Kernel(bounds - 1 + T.ceildiv(tokens * (hidden // 8), 4 * THREADS), threads=THREADS) as _:
+        with T.Kernel(bounds - 1 + T.ceildiv(tokens * (hidden // 32), THREADS), threads=THREADS) as _:
             T.import_source(source)
             shared = T.alloc_shared((64,), T.uint8)
             T.call_extern(
                 "handle",
-                f"moe::prepare<{hidden}>",
+                f"moe::prepare<{hidden}, {str(native).lower()}>",
                 ids.access_ptr("r"),
                 x.access_ptr("r"),
                 x_scale.access_ptr("r"),
@@ -73,19 +84,22 @@ def _prepare(hidden, arch):
 
 @compiled
 def _gate_up(hidden, inter, max_rows, arch):
-    source, (_, m_blocks, k_groups) = _source(max_rows), SHAPES[max_rows]
-    tokens, top_k, rows = T.dynamic("tokens"), T.dynamic("top_k"), T.dynamic("rows")
-    experts, bounds = T.dynamic("experts"), T.dynamic("bounds")
+    source, (_, m_blocks, k_groups, native) = _source(max_rows), SHAPES[max_rows]
+    tokens, top_k, rows, scales = (T.dynamic(n) for n in ("tokens", "top_k", "rows", "scales"))
+    experts, bounds, inner = T.dynamic("experts"), T.dynamic("bounds"), T.dynamic("inner")
+    value = T.uint8 if native else T.bfloat16
 
     @T.prim_func
     def gate_up(
         w: T.Tensor((experts, 2 * inter, hidden // 2), T.uint8),
         w_scale: T.Tensor((experts, 2 * inter, hidden // 32), T.uint8),
-        x: T.Tensor((tokens, hidden), T.bfloat16),
+        x: T.Tensor((tokens, hidden), value),
+        x_scale: T.Tensor((scales,), T.float32),
         begins: T.Tensor((bounds,), T.int32),
         order: T.Tensor((rows,), T.int32),
         weights: T.Tensor((tokens, top_k), T.float32),
-        out: T.Tensor((rows, inter), T.bfloat16),
+        out: T.Tensor((inner,), value),
+        out_scale: T.Tensor((rows, inter // 32), T.float32),
         limit: T.float32,
     ):
         with T.Kernel(SMS, threads=128 + 256 * k_groups) as _:
@@ -93,10 +107,11 @@ def _gate_up(hidden, inter, max_rows, arch):
             shared = T.alloc_shared((_shared_bytes(hidden, max_rows),), T.uint8)
             T.call_extern(
                 "handle",
-                f"moe::gate_up<{hidden}, {inter}, {max_rows}, {m_blocks}, {k_groups}>",
+                f"moe::gate_up<{hidden}, {inter}, {max_rows}, {m_blocks}, {k_groups}, {_tokens(native)}>",
                 w.access_ptr("r"),
                 w_scale.access_ptr("r"),
                 x.access_ptr("r"),
+                x_scale.access_ptr("r"),
                 begins.access_ptr("r"),
                 order.access_ptr("r"),
                 weights.access_ptr("r"),
@@ -104,6 +119,7 @@ def _gate_up(hidden, inter, max_rows, arch):
                 top_k,
                 limit,
                 out.access_ptr("w"),
+                out_scale.access_ptr("w"),
                 shared.access_ptr("rw"),
             )
 
@@ -112,14 +128,15 @@ def _gate_up(hidden, inter, max_rows, arch):
 
 @compiled
 def _down(hidden, inter, max_rows, arch):
-    source, (_, m_blocks, k_groups) = _source(max_rows), SHAPES[max_rows]
-    rows, experts, bounds = T.dynamic("rows"), T.dynamic("experts"), T.dynamic("bounds")
+    source, (_, m_blocks, k_groups, native) = _source(max_rows), SHAPES[max_rows]
+    rows, experts, bounds, inner = (T.dynamic(n) for n in ("rows", "experts", "bounds", "inner"))
 
     @T.prim_func
     def down(
         w: T.Tensor((experts, hidden, inter // 2), T.uint8),
         w_scale: T.Tensor((experts, hidden, inter // 32), T.uint8),
-        x: T.Tensor((rows, inter), T.bfloat16),
+        x: T.Tensor((inner,), T.uint8 if native else T.bfloat16),
+        x_scale: T.Tensor((rows, inter // 32), T.float32),
         begins: T.Tensor((bounds,), T.int32),
         order: T.Tensor((rows,), T.int32),
         out: T.Tensor((rows, hidden), T.bfloat16),
@@ -129,10 +146,11 @@ def _down(hidden, inter, max_rows, arch):
             shared = T.alloc_shared((_shared_bytes(inter, max_rows),), T.uint8)
             T.call_extern(
                 "handle",
-                f"moe::down<{hidden}, {inter}, {max_rows}, {m_blocks}, {k_groups}>",
+                f"moe::down<{hidden}, {inter}, {max_rows}, {m_blocks}, {k_groups}, {_tokens(native)}>",
                 w.access_ptr("r"),
                 w_scale.access_ptr("r"),
                 x.access_ptr("r"),
+                x_scale.access_ptr("r"),
                 begins.access_ptr("r"),
                 order.access_ptr("r"),
                 experts,
@@ -143,9 +161,13 @@ def _down(hidden, inter, max_rows, arch):
     return build(down, arch)
 
 
+def _tokens(native: bool) -> str:
+    return "gemm::Native" if native else "gemm::Bf16"
+
+
 @compiled
 def _combine(hidden, top_k, with_shared, arch):
-    source = _source()
+    source = _source(136)
     tokens, rows = T.dynamic("tokens"), T.dynamic("rows")
 
     @T.prim_func
@@ -173,16 +195,17 @@ def _combine(hidden, top_k, with_shared, arch):
 
 
 def max_rows(tokens: int, top_k: int, experts: int) -> int:
-    """Tokens of a tile at most: many stages of weights in flight while experts have few rows, else wide
-    tiles. Depends on sizes only.
+    """The token tile of a call, by its sizes only: native FP8 products, whose time is the bytes of the
+    weights, while experts have few rows; then bf16 products and wide tiles.
     """
     rows = tokens * top_k
-    return 32 if rows <= 16 * experts else 64 if rows <= 48 * experts else 136
+    return next((n for n, most in ((16, 6), (32, 16)) if rows <= most * experts), 136)
 
 
 def variants(cfg):
     """Every build that a model of this configuration needs."""
-    yield _prepare, (cfg.hidden, "sm_90a")
+    for native in (False, True):
+        yield _prepare, (cfg.hidden, native, "sm_90a")
     for rows in SHAPES:
         yield _gate_up, (cfg.hidden, cfg.inter, rows, "sm_90a")
         yield _down, (cfg.hidden, cfg.inter, rows, "sm_90a")
@@ -195,13 +218,31 @@ def mxfp4_moe(
 ):
     """Launches for ``dsv41.ops.mxfp4_moe``."""
     tokens, top_k = expert_ids.shape
-    experts, inter, hidden = w13.shape[0], w13.shape[1] // 2, out.shape[1]
     if tokens == 0:
         return
-    begins, order, rows, inner, parts = scratch_parts(scratch, tokens, top_k, experts, hidden, inter)
-    arch, wide = "sm_90a", max_rows(tokens, top_k, experts)
-    _prepare(hidden, arch)(expert_ids, x.view(torch.uint8), x_scale, begins, order, rows)
-    _gate_up(hidden, inter, wide, arch)(w13, w13_scale, rows, begins, order, expert_weights, inner, limit)
-    _down(hidden, inter, wide, arch)(w2, w2_scale, inner, begins, order, parts)
+    experts, inter, hidden = w13.shape[0], w13.shape[1] // 2, out.shape[1]
+    launch(
+        x, x_scale, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale, limit, shared, out,
+        scratch_parts(scratch, tokens, top_k, experts, hidden, inter), max_rows(tokens, top_k, experts),
+    )  # fmt: skip
+
+
+def launch(
+    x, x_scale, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale, limit, shared, out, parts, tile
+):
+    """The four launches with a token tile of ``SHAPES``."""
+    (tokens, top_k), hidden, inter = expert_ids.shape, out.shape[1], w13.shape[1] // 2
+    begins, order, rows, inner, inner_scale, assigned = parts
+    native, arch, values = SHAPES[tile].native, "sm_90a", x.view(torch.uint8)
+    inner = inner.view(-1)
+    if native:
+        rows = rows.view(-1).view(torch.float32)[: tokens * (hidden // 32)].view(tokens, -1)
+        inner = inner.view(torch.uint8)
+    _prepare(hidden, native, arch)(expert_ids, values, x_scale, begins, order, rows)
+    operand, scale = (values, rows.view(-1)) if native else (rows, inner_scale.view(-1))
+    _gate_up(hidden, inter, tile, arch)(
+        w13, w13_scale, operand, scale, begins, order, expert_weights, inner, inner_scale, limit
+    )
+    _down(hidden, inter, tile, arch)(w2, w2_scale, inner, inner_scale, begins, order, assigned)
     extra = out if shared is None else shared
-    _combine(hidden, top_k, shared is not None, arch)(expert_ids, parts, extra, out, experts)
+    _combine(hidden, top_k, shared is not None, arch)(expert_ids, assigned, extra, out, w13.shape[0])
