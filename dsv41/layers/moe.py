@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
+from .._op import check
 from ..config import V41FlashConfig
 from ..formats import E8M0, MXFP4Experts
-from ..ops import linear, mxfp4_moe, quantize_mxfp8, swiglu_quantize, topk_route
+from ..ops import linear, mxfp4_moe, pack_experts, quantize_mxfp8, swiglu_quantize, topk_route
 from .linear import BlockLinear, frozen
 
 
@@ -28,7 +29,7 @@ class Experts(nn.Module):
 
     def __init__(self, hidden: int, inter: int, num_experts: int):
         super().__init__()
-        self.inter = inter
+        self.inter, self.layout = inter, "plain"
         self.w13 = frozen((num_experts, 2 * inter, hidden // 2), torch.uint8)
         self.w13_scale = frozen((num_experts, 2 * inter, hidden // 32), E8M0)
         self.w2 = frozen((num_experts, hidden, inter // 2), torch.uint8)
@@ -37,10 +38,16 @@ class Experts(nn.Module):
     @property
     def mxfp4(self) -> MXFP4Experts:
         """The weights as the op takes them."""
-        return MXFP4Experts(self.w13, self.w13_scale, self.w2, self.w2_scale)
+        return MXFP4Experts(self.w13, self.w13_scale, self.w2, self.w2_scale, self.layout)
+
+    def pack(self) -> None:
+        """Put loaded weights into the order that the accelerator's kernel reads, in place and once."""
+        if self.layout == "plain":
+            self.layout = pack_experts(self.mxfp4).layout
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """``{e}.w1.weight``, ``{e}.w1.scale``, ...: views in the checkpoint's shapes and types."""
+        check(self.layout == "plain", "checkpoint_tensors", "experts in the plain layout", self.layout)
         views: dict[str, torch.Tensor] = {}
         for e in range(self.w13.shape[0]):
             for name, rows in (("w1", slice(None, self.inter)), ("w3", slice(self.inter, None))):

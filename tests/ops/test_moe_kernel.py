@@ -3,14 +3,19 @@
 import pytest
 import torch
 
+from dsv41._op import Target, use
+from dsv41._op import ops as registered
 from dsv41.formats import MXFP4Experts, quantize_mxfp4, quantize_mxfp8
 from dsv41.ops import mxfp4_moe, pack_experts
 from dsv41.ops._tilelang import HERE, device_source
 from dsv41.ops.moe.api import mxfp4_moe_scratch, scratch_parts
-from tests.tools.cuda_emu import SHARED, available, emulate
+from tests.tolerance import DOT_BF16
+from tests.tools.cuda_emu import SHARED, EmulationError, available, emulate
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_gpp = pytest.mark.skipif(not available(), reason="needs g++")
 SOURCE = HERE.parent / "moe" / "mxfp4_moe.cuh"
+EDIT: tuple[str, str] | None = None  # a mistake to plant into the sources
 
 
 def make_experts(num_experts, hidden, inter, device="cpu"):
@@ -25,7 +30,8 @@ def clone(e):
 
 def distance(a, b):
     a, b = a.double(), b.double()
-    return float(1 - 2 * (a * b).sum() / (a * a + b * b).sum())
+    total = (a * a + b * b).sum()
+    return float(1 - 2 * (a * b).sum() / total) if total else 0.0
 
 
 def emulate_moe(x, ids, weights, experts, limit, shape, rows=16, shared=None):
@@ -37,6 +43,8 @@ def emulate_moe(x, ids, weights, experts, limit, shape, rows=16, shared=None):
     source = macro + device_source(
         HERE / "weights_gemm.cuh", SOURCE, wgmma={"bf16_rs": widths, "e4m3_rs": widths}
     )
+    if EDIT:
+        source = source.replace(*EDIT)
     scratch = torch.full((mxfp4_moe_scratch(tokens, top_k, n, hidden, inter),), 255, dtype=torch.uint8)
     parts = scratch_parts(scratch, tokens, top_k, n, hidden, inter)
     begins, order, expanded, inner, inner_scale, assigned = parts
@@ -51,8 +59,8 @@ def emulate_moe(x, ids, weights, experts, limit, shape, rows=16, shared=None):
     emulate(
         source,
         f"moe::gate_up<{hidden}, {inter}, {kind}>",
-        [w13, w13_scale, operand, expanded, begins, order, weights, n, top_k, float(limit), inner, inner_scale,
-         SHARED],
+        [w13, w13_scale, operand, expanded, begins, order, weights, n, top_k, float(limit), inner,
+         inner_scale, SHARED],
         **launch,
     )  # fmt: skip
     emulate(
@@ -72,14 +80,162 @@ def emulate_moe(x, ids, weights, experts, limit, shape, rows=16, shared=None):
     return out
 
 
+SHAPES = {"native": (1, 2, True), "bf16": (2, 1, False)}
+
+
+def case(name, experts=3, tokens=21, top_k=2, hidden=256, device="cpu"):
+    """Rows, ids and weights of a named routing."""
+    x = torch.randn(tokens, hidden, device=device).bfloat16()
+    ids = torch.randint(-1, experts, (tokens, top_k), dtype=torch.int32, device=device)
+    if name == "one expert":
+        ids.fill_(experts - 1)
+    elif name == "none":
+        ids.fill_(-1)
+    elif name == "past the end":  # ids that DSV41_CHECK would refuse contribute nothing
+        ids[::3] = experts + 4
+    return x, ids, torch.rand(tokens, top_k, device=device)
+
+
 @needs_gpp
-@pytest.mark.parametrize("shape", [(1, 2, True), (2, 1, False), (1, 1, False)])
-def test_emulated_moe_is_the_reference(shape):
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["ragged", "one expert", "none", "past the end"])
+def test_emulated_moe_is_the_reference(shape, name):
     torch.manual_seed(0)
     experts = make_experts(3, 256, 128)
-    x = torch.randn(21, 256).bfloat16()
-    ids = torch.randint(-1, 3, (21, 2), dtype=torch.int32)
-    weights = torch.rand(21, 2)
-    want = mxfp4_moe(x, ids, weights, experts, limit=7.0)
-    got = emulate_moe(x, ids, weights, pack_experts(clone(experts)), 7.0, shape)
-    assert distance(got, want) < 1e-5
+    x, ids, weights = case(name)
+    shared = torch.randn(21, 256).bfloat16() if name == "none" else None
+    want = mxfp4_moe(x, ids, weights, experts, limit=1.0, shared=shared)
+    got = emulate_moe(x, ids, weights, pack_experts(clone(experts)), 1.0, SHAPES[shape], shared=shared)
+    assert distance(got, want) < DOT_BF16
+
+
+@needs_gpp
+@pytest.mark.parametrize("shape", SHAPES)
+def test_emulated_rows_do_not_touch_each_other(shape):
+    """A row's bits do not depend on its batch mates, and NaN stays in its row."""
+    torch.manual_seed(1)
+    packed = pack_experts(make_experts(3, 256, 128))
+    x, ids, weights = case("ragged")
+    whole = emulate_moe(x, ids, weights, packed, 7.0, SHAPES[shape])
+    few = emulate_moe(x[3:9], ids[3:9], weights[3:9], packed, 7.0, SHAPES[shape])
+    assert torch.equal(few, whole[3:9])
+    x[5] = torch.nan
+    spoiled = emulate_moe(x, ids, weights, packed, 7.0, SHAPES[shape])
+    others = torch.arange(21) != 5
+    assert torch.equal(spoiled[others], whole[others])
+    assert spoiled[5].isnan().any() or (ids[5] < 0).all()
+
+
+MISTAKES = {  # of the sources: what each becomes
+    "signs of the other row": ("(w << 4 & 0x80808080u)", "(w & 0x80808080u)"),
+    "signs of the other row, bf16": ("((row ? w << 4 : w) & 0x80808080u)", "(w & 0x80808080u)"),
+    "a value of the table": ("0x4C484440u", "0x4C484840u"),
+    "a value of the table, bf16": ("0xC0804000u", "0xC0800000u"),
+    "rows swapped": ("__byte_perm(row ? high : low", "__byte_perm(row ? low : high"),
+    "scale of the first block": ("row ? high : low, step >> 1)", "row ? high : low, 0)"),
+    "token scale of the first block": ("component(early[2 * j + i], q - 1)", "early[2 * j + i].x"),
+    "no clamp of up": ("up = up > limit ? limit : up < -limit ? -limit : up;", ""),
+    "weight of the first row": ("__int_as_float(notes[n])", "__int_as_float(notes[0])"),
+    "maxima of one warp": ("for (int w = 1; w < 4; ++w) amax", "for (int w = 1; w < 1; ++w) amax"),
+    "order of k": ("4 * (feature & 2)", "2 * (feature & 2)"),
+    "row of the wrong token": ("__ldg(order + position) / top_k", "__ldg(order + position) % top_k"),
+    "released too early": (
+        "hopper::wgmma_wait<0>();\n      hopper::keep(part[(q - 1) & 1]);", "hopper::keep(part[(q - 1) & 1]);"
+    ),
+}  # fmt: skip
+
+
+@needs_gpp
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_are_seen(mistake, monkeypatch):
+    torch.manual_seed(0)
+    experts = make_experts(3, 256, 128)
+    x, ids, weights = case("ragged")
+    want = mxfp4_moe(x, ids, weights, experts, limit=1.0)
+    old, new = MISTAKES[mistake]
+    whole = device_source(HERE / "weights_gemm.cuh", SOURCE)
+    assert old in whole
+    shape = (1, 2, True) if mistake in NATIVE_ONLY else (2, 1, False)
+    monkeypatch.setattr(f"{__name__}.EDIT", (old, new))
+    try:
+        got = emulate_moe(x, ids, weights, pack_experts(clone(experts)), 1.0, shape)
+    except EmulationError:
+        return
+    assert not distance(got, want) < DOT_BF16
+
+
+NATIVE_ONLY = {
+    "signs of the other row",
+    "a value of the table",
+    "token scale of the first block",
+    "released too early",
+    "rows swapped",
+}
+
+
+def test_packing_keeps_every_value_and_scale():
+    """Packing is a permutation of nibbles and of scale bytes."""
+    torch.manual_seed(0)
+    experts = make_experts(2, 256, 128)
+    packed = pack_experts(clone(experts))
+    for plain, moved in ((experts.w13, packed.w13), (experts.w2, packed.w2)):
+        magnitudes = [torch.stack([t & 7, t >> 4 & 7]).flatten().sort().values for t in (plain, moved)]
+        assert torch.equal(*magnitudes)
+        assert (plain & 0x88).sum().item() != 0
+        ones = [sum(int((t >> b & 1).sum()) for b in range(8)) for t in (plain, moved)]
+        assert ones[0] == ones[1]
+    for plain, moved in ((experts.w13_scale, packed.w13_scale), (experts.w2_scale, packed.w2_scale)):
+        pair = [t.view(torch.uint8).flatten().sort().values for t in (plain, moved)]
+        assert torch.equal(*pair)
+
+
+def test_pack_experts_refuses_before_it_writes():
+    experts = make_experts(2, 256, 128)
+    before = experts.w13.clone()
+    for code in (0, 252, 255):
+        bad = clone(experts)
+        bad.w2_scale.view(torch.uint8)[1, 3, 2] = code
+        with pytest.raises(ValueError, match="pack_experts: expected w2_scale: codes 1 to 251"):
+            pack_experts(bad)
+        assert torch.equal(bad.w13, before)
+    with pytest.raises(ValueError, match="hidden a multiple of 256"):
+        pack_experts(make_experts(2, 128, 128))
+    with pytest.raises(ValueError, match="plain layout, got hopper"):
+        pack_experts(pack_experts(experts))
+    with pytest.raises(ValueError, match="experts: MXFP4Experts, got"):
+        pack_experts(before)  # type: ignore[arg-type]
+
+
+def test_plain_experts_are_refused_on_an_accelerator():
+    op, target = registered()["mxfp4_moe"], Target("cuda", 90, frozenset({"tilelang"}))
+    experts = make_experts(2, 256, 128)
+    x, ids, weights = case("ragged", 2)
+
+    def reason(experts, x=x):
+        q = quantize_mxfp8(x)
+        out, scratch = torch.empty_like(x), torch.empty(0, dtype=torch.uint8)
+        args = (*q.flat(), ids, weights, *experts.flat(), 7.0, None, out, scratch)
+        return op.explain(target, args)[0][1]
+
+    assert "packed by pack_experts, got the plain layout" in str(reason(experts))
+    assert reason(pack_experts(experts)) is None
+
+
+def test_scratch_is_a_function_of_sizes():
+    assert mxfp4_moe_scratch(0, 6, 384, 5120, 2304) == 1792
+    each = 2 * 5120 + 6 * (2 * 5120 + 2 * 2304 + 4 * 72 + 4)
+    assert 0 <= mxfp4_moe_scratch(4096, 6, 48, 5120, 2304) - 4096 * each < 2048
+
+
+@needs_gpu
+@pytest.mark.parametrize("tokens", [0, 1, 7, 64, 300, 900])
+@pytest.mark.parametrize("name", ["ragged", "one expert", "none"])
+def test_moe_on_a_gpu(tokens, name):
+    experts = make_experts(16, 256, 128, "cuda")
+    x, ids, weights = case(name, 16, tokens, device="cuda")
+    with use("torch"):
+        want = mxfp4_moe(x, ids, weights, experts, limit=1.0)
+    packed = pack_experts(experts)
+    got = mxfp4_moe(x, ids, weights, packed, limit=1.0)
+    assert torch.equal(got, mxfp4_moe(x, ids, weights, packed, limit=1.0))
+    assert distance(got, want) < DOT_BF16 if want.any() else not got.any()

@@ -77,33 +77,6 @@ struct Mxfp4 {
   }
 };
 
-// E4M3 with 32 x 32 scale tiles. Two words hold the eight values of a thread for 16 k; the pair of a register
-// lies in the same byte of both halves.
-struct Mxfp8Tiles {
-  static constexpr int WORDS = 16;
-  static constexpr int SCALES = 16;
-  uint32_t words[WORDS];
-  uint32_t codes;
-
-  __device__ __forceinline__ void load(const uint8_t* values, const uint8_t* scales, int thread) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint4 v = *reinterpret_cast<const uint4*>(values + (i * 128 + thread) * 16);
-      words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
-    }
-    codes = *reinterpret_cast<const uint32_t*>(scales + (thread >> 6) * 4);
-  }
-  __device__ __forceinline__ void decode(int step, uint32_t (&a)[4]) const {
-    uint32_t scale = scale_pair(codes, step >> 1);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32_t w = words[2 * step + i];
-      a[2 * i] = multiply((w & 0x80008000u) | (w >> 4 & 0x07F007F0u), scale);
-      a[2 * i + 1] = multiply((w << 8 & 0x80008000u) | (w << 4 & 0x07F007F0u), scale);
-    }
-  }
-};
-
 // One tile of work: `rows` tokens from position `row` of `expert` (positions count through all experts).
 struct Tile {
   int expert, row, rows, block;

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, check_values, output
+from ..._op import Kernel, Op, check, check_tensor, check_values, output, workspace
 from ...cache import PagedKV
 from ...formats import MXFP4
 from ..norm_rope.api import check_rope_table
@@ -133,16 +133,6 @@ def index_query(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, out: M
     return out
 
 
-def _scratch(name: str, scratch: torch.Tensor | None, size: int, like: torch.Tensor) -> torch.Tensor:
-    """The caller's scratch after a check, or a new one; the reference on a CPU needs none."""
-    if scratch is None:
-        return torch.empty(0 if like.device.type == "cpu" else size, dtype=torch.uint8, device=like.device)
-    check_tensor(name, "scratch", scratch, (None,), torch.uint8, like=like)
-    check(scratch.numel() >= size, name, f"scratch: at least {size} bytes", scratch)
-    check(scratch.data_ptr() % 16 == 0, name, "scratch: at a multiple of 16 bytes", scratch.data_ptr())
-    return scratch
-
-
 def topk(
     scores: torch.Tensor,
     lens: torch.Tensor,
@@ -172,7 +162,7 @@ def topk(
     check_tensor("topk", "lens", lens, (scores.shape[0],), torch.int32, like=scores)
     check(k >= 1, "topk", "k: at least 1", k)
     out = output("topk", out, (scores.shape[0], k), torch.int32, scores)
-    _TOPK(scores, lens, out, _scratch("topk", scratch, topk_scratch(scores.shape[0]), scores))
+    _TOPK(scores, lens, out, workspace("topk", scratch, topk_scratch(scores.shape[0]), scores))
     return out
 
 
@@ -251,6 +241,6 @@ def index_topk(
     out = output(name, out, (tokens, top_k), torch.int32, q.values)
     published = output(name, None, (tokens, num_candidates), torch.int32, q.values)
     flat = (*q.flat(), head_weights, request_ids, visible, keys.pages, keys.record.layout, page_table)
-    scratch = _scratch(name, scratch, index_topk_scratch(tokens, num_candidates), q.values)
+    scratch = workspace(name, scratch, index_topk_scratch(tokens, num_candidates), q.values)
     _INDEX_TOPK(*flat, candidates, block_size, out, published, scratch)
     return out, published

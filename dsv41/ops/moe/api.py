@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, check_values, output
+from ..._op import Kernel, Op, check, check_tensor, check_values, output, workspace
 from ...formats import MXFP8, MXFP4Experts
 from .._tilelang import pack
 from ..quant.api import mxfp8_operand
@@ -16,8 +16,10 @@ def _hopper(x: Any, x_scale: Any, ids: Any, weights: Any, w13: Any, *rest: Any) 
     layout, inter, hidden = rest[3], w13.shape[1] // 2, x.shape[1]
     if layout != "hopper":
         return f"takes experts packed by pack_experts, got the {layout} layout"
-    good = hidden % 256 == 0 and inter % 128 == 0
-    return None if good else f"hidden must be a multiple of 256, inter of 128, got {hidden} and {inter}"
+    if hidden % 256 or inter % 128:
+        return f"hidden must be a multiple of 256, inter of 128, got {hidden} and {inter}"
+    given = [t for t in (x, x_scale, ids, weights, w13, *rest) if isinstance(t, torch.Tensor)]
+    return None if all(t.is_contiguous() for t in given) else "takes contiguous tensors"
 
 
 _MOE = Op(
@@ -74,13 +76,13 @@ def pack_experts(experts: MXFP4Experts) -> MXFP4Experts:
     """Put the weights of a layer into the order in which the Hopper kernel reads them, in place.
 
     Args:
-        experts: MXFP4Experts view in the plain layout, hidden a multiple of 256, inter of 128, scale codes 1 to
-            251.
+        experts: MXFP4Experts view in the plain layout, hidden a multiple of 256, inter of 128, scale codes
+            1 to 251.
 
     Returns:
         MXFP4Experts view with layout "hopper" over the same memory; the given view is no longer valid.
 
-    Errors: ValueError before anything is written. Works one expert at a time: less than 1 GB above the layer.
+    Errors: ValueError before anything is written. One expert at a time: less than 1 GB above the layer.
     Contract: every value and scale is kept; the products are those of the plain layout.
     """
     name = "pack_experts"
@@ -130,7 +132,7 @@ def mxfp4_moe(
         limit: clamp of the SwiGLU; the gate from above only.
         shared: [num_tokens, hidden] bf16 added before the rounding (the shared expert's output), or None.
         out: [num_tokens, hidden] bf16 to write into; may be ``shared``.
-        scratch: uint8 of at least ``mxfp4_moe_scratch(...)`` bytes; contents need no preparation.
+        scratch: [n] uint8, at least ``mxfp4_moe_scratch(...)`` bytes; contents need no preparation.
 
     Returns:
         [num_tokens, hidden] bf16; ``out`` itself when it was given. A row whose ids are all -1 is ``shared``
@@ -155,12 +157,7 @@ def mxfp4_moe(
     if shared is not None:
         check_tensor(name, "shared", shared, (tokens, hidden), torch.bfloat16, like=experts.w13)
     out = output(name, out, (tokens, hidden), torch.bfloat16, experts.w13)
-    need = 0
-    if out.device.type != "cpu":
-        need = mxfp4_moe_scratch(tokens, expert_ids.shape[1], experts.num_experts, hidden, experts.inter)
-    if scratch is None:
-        scratch = torch.empty(need, dtype=torch.uint8, device=out.device)
-    check_tensor(name, "scratch", scratch, (None,), torch.uint8, like=out)
-    check(len(scratch) >= need, name, f"scratch: at least {need} bytes", len(scratch))
+    size = mxfp4_moe_scratch(tokens, expert_ids.shape[1], experts.num_experts, hidden, experts.inter)
+    scratch = workspace(name, scratch, size, out)
     _MOE(*x.flat(), expert_ids, expert_weights, *experts.flat(), limit, shared, out, scratch)
     return out

@@ -116,7 +116,7 @@ def _located(message: str, library: Path, text: str) -> str:
 
 
 def tensor_map(x: torch.Tensor, box_rows: int) -> torch.Tensor:
-    """What stands for the tensor map of a contiguous matrix, for ``hopper::tile_copy``: a copy with a header."""
+    """What stands for a contiguous matrix's tensor map, for ``hopper::tile_copy``: a copy with a header."""
     data = x.view(torch.uint8).reshape(x.shape[0], -1)
     head = torch.zeros(128, dtype=torch.int64)
     head[:3] = torch.tensor([*data.shape, box_rows])
