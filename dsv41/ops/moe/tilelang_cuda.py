@@ -24,7 +24,6 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    16: Shape((8, 16), 1, 2, True),
     32: Shape((8, 16, 24, 32), 1, 2, True),
     136: Shape((72, 136), 2, 1, False),
 }
@@ -198,8 +197,7 @@ def max_rows(tokens: int, top_k: int, experts: int) -> int:
     """The token tile of a call, by its sizes only: native FP8 products, whose time is the bytes of the
     weights, while experts have few rows; then bf16 products and wide tiles.
     """
-    rows = tokens * top_k
-    return next((n for n, most in ((16, 6), (32, 16)) if rows <= most * experts), 136)
+    return 32 if tokens * top_k <= 16 * experts else 136
 
 
 def variants(cfg):
