@@ -202,7 +202,7 @@ class Drafter(nn.ModuleList):
         check_tensor(name, "positions", positions, (count,), torch.int32, like=inputs)
         if cu_seqlens is None:
             check(state.num_requests == 1, name, f"cu_seqlens: [{state.num_requests + 1}] int32", None)
-            cu_seqlens = torch.tensor([0, count], dtype=torch.int32, device=inputs.device)
+            cu_seqlens = count * torch.arange(2, dtype=torch.int32, device=inputs.device)
         check_tensor(name, "cu_seqlens", cu_seqlens, (state.num_requests + 1,), torch.int32, like=inputs)
         if not count or not state.num_requests:
             return

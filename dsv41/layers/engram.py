@@ -368,11 +368,11 @@ class EngramStore(ABC):
 
 
 class MemoryEngramStore(EngramStore):
-    """A table in the memory of a device.
+    """A table in the memory of a device, or in pinned host memory that a GPU reads where it is.
 
     Args:
         values: [num_rows, head_dim] float8_e4m3fn.
-        scale: [num_rows, head_dim/32] float8_e8m0fnu.
+        scale: [num_rows, head_dim/32] float8_e8m0fnu, pinned if ``values`` are.
     """
 
     def __init__(self, values: torch.Tensor, scale: torch.Tensor):
@@ -383,7 +383,9 @@ class MemoryEngramStore(EngramStore):
         self.values, self.scale = values, scale
 
     def lookup(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        check_tensor("EngramStore.lookup", "rows", rows, (None, None), torch.int32, like=self.values)
+        mapped = rows.device.type == "cuda" and self.values.device.type == "cpu" and self.values.is_pinned()
+        place = None if mapped else self.values
+        check_tensor("EngramStore.lookup", "rows", rows, (None, None), torch.int32, like=place)
         if rows.device.type == "cpu" or check_values():
             check_rows("EngramStore.lookup", rows, self.scale.view(torch.uint8))
         return engram_lookup(rows, self.values, self.scale, out=out)

@@ -264,7 +264,7 @@ class V41Flash(nn.Module):
         if cu_seqlens is None:
             one = state.num_requests == 1
             check(one, name, f"cu_seqlens: [{state.num_requests + 1}] int32 for this state", None)
-            cu_seqlens = torch.tensor([0, count], dtype=torch.int32, device=tokens.device)
+            cu_seqlens = count * torch.arange(2, dtype=torch.int32, device=tokens.device)
         check_tensor(name, "cu_seqlens", cu_seqlens, (state.num_requests + 1,), torch.int32, like=tokens)
         if rows is not None:
             check_tensor(name, "rows", rows, (None,), torch.int64, like=tokens)

@@ -5,6 +5,7 @@ every other difference between the two.
 """
 
 import math
+from typing import Any
 
 import torch
 
@@ -51,6 +52,20 @@ def rope_frequencies(
     return base * ((1 - ramp) + ramp / factor)
 
 
+_kept: dict[tuple[Any, ...], torch.Tensor] = {}
+
+
+def _frequencies_at(positions: torch.Tensor, *constants: Any) -> torch.Tensor:
+    """`rope_frequencies` where the positions are. On an accelerator they are moved once: a move waits."""
+    with torch.device("cpu"):  # made there for every device, so that they are the same bits
+        if positions.device.type == "cpu" or type(positions) is not torch.Tensor:
+            return rope_frequencies(*constants).to(positions.device)
+        key = (positions.device, *constants)
+        if key not in _kept:
+            _kept[key] = rope_frequencies(*constants).to(positions.device)
+        return _kept[key]
+
+
 def rope_table(
     positions: torch.Tensor,
     dim: int,
@@ -70,6 +85,6 @@ def rope_table(
     Returns:
         cos and sin, each [..., dim / 2] f32. A row's bits do not depend on the other positions.
     """
-    frequencies = rope_frequencies(dim, theta, factor, beta_fast, beta_slow, original_positions)
-    angles = positions.to(torch.float32)[..., None] * frequencies.to(positions.device)
+    constants = (dim, theta, factor, beta_fast, beta_slow, original_positions)
+    angles = positions.to(torch.float32)[..., None] * _frequencies_at(positions, *constants)
     return torch.cos(angles), torch.sin(angles)

@@ -195,7 +195,7 @@ def check_rows(name: str, rows: torch.Tensor, codes: torch.Tensor) -> None:
         rows: [num_tokens, columns] int32.
         codes: [num_rows, groups] uint8.
     """
-    read = rows[rows >= 0].long()
+    read = rows[rows >= 0].long().to(codes.device)
     past = read[read >= codes.shape[0]]
     check(not past.numel(), name, f"rows: below {codes.shape[0]}", past[:1].tolist())
     bad = read[(codes[read] == 255).any(-1)]
