@@ -18,7 +18,7 @@ FOLDER = HERE.parent / "linear"
 TILES = {
     "decode": (1, 2, 1, 128, 64),
     "middle": (2, 1, 1, 128, 64),
-    "three": (3, 1, 1, 128, 64),
+    "decode256": (1, 2, 1, 256, 64),
     "prefill": (2, 1, 2, 128, 64),
 }
 
@@ -72,7 +72,7 @@ def emulate_block(x, w, tile, splits):
 @pytest.mark.parametrize("fp8", [False, True], ids=["exact", "fp8"])
 @pytest.mark.parametrize(
     "tile, tokens, splits",
-    [("decode", 9, 1), ("decode", 3, 2), ("middle", 70, 1), ("three", 70, 1), ("prefill", 200, 1)],
+    [("decode", 9, 1), ("decode", 3, 2), ("middle", 70, 1), ("decode256", 5, 1), ("prefill", 200, 1)],
 )
 def test_emulated_block_linear_is_the_reference(tile, tokens, splits, fp8):
     torch.manual_seed(0)

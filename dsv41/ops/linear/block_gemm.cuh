@@ -19,7 +19,8 @@ struct Shape {
   static constexpr int GROUPS = WM * WN, THREADS = 128 + 128 * GROUPS;
   static_assert((GROUPS == 2 || GROUPS == 3) && 4 % PROMOTE == 0);
   static constexpr int BM = 64 * MB * WM, COLUMNS = BN / WN, UNITS = COLUMNS / UNIT;
-  static constexpr int BUFFERS = MB * UNIT > 128 ? 1 : 2;  // products in flight, as registers allow
+  // Products in flight, as registers allow: each takes long, above all with few rows.
+  static constexpr int BUFFERS = MB * COLUMNS + 4 * UNIT <= 384 && WM * WN == 2 ? 4 : MB * UNIT > 128 ? 1 : 2;
   static constexpr int WMS = WM, MBS = MB, BNS = BN, UNITN = UNIT, STEPS = 4 / PROMOTE, PER_STEP = PROMOTE;
   static constexpr int TILE = 128 / STEPS;  // features and k that share a scale
   static constexpr int STAGE = (BM + BN) * BLOCK_K;
@@ -186,17 +187,17 @@ __device__ __forceinline__ void linear(const Map& x, const uint8_t* x_scale, con
                                 b + (u * UNIT * 128 + (step * PROMOTE + p) * 32) / 16, p > 0);
         hopper::wgmma_commit();
       };
-      if (S::BUFFERS == 2) issue(0);
+#pragma unroll
+      for (int i = 0; i < S::BUFFERS - 1 && i < ALL; ++i) issue(i);
 #pragma unroll
       for (int i = 0; i < ALL; ++i) {
-        int next = i + S::BUFFERS - 1;
-        if (next < ALL) issue(next);
-        if (next < ALL && S::BUFFERS == 2) {
-          hopper::wgmma_wait<1>();
-        } else {
-          hopper::wgmma_wait<0>();
-          if (i + 1 == ALL && lane == 0) hopper::barrier_arrive(empty_at<S>(shared, ring.stage));
-        }
+        if (i + S::BUFFERS - 1 < ALL) issue(i + S::BUFFERS - 1);
+        int later = min(S::BUFFERS - 1, ALL - 1 - i);  // products that may still run
+        if (later == 3) hopper::wgmma_wait<3>();
+        if (later == 2) hopper::wgmma_wait<2>();
+        if (later == 1) hopper::wgmma_wait<1>();
+        if (later == 0) hopper::wgmma_wait<0>();
+        if (i + 1 == ALL && lane == 0) hopper::barrier_arrive(empty_at<S>(shared, ring.stage));
         hopper::keep(part[i % S::BUFFERS]);
         int step = i / (MB * S::UNITS), m = i / S::UNITS % MB, u = i % S::UNITS;
 #pragma unroll

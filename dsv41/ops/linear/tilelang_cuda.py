@@ -17,7 +17,6 @@ TILES = {
     "decode": (1, 2, 1, 128, 64),
     "decode256": (1, 2, 1, 256, 64),
     "middle": (2, 1, 1, 128, 64),
-    "three": (3, 1, 1, 128, 64),
     "prefill": (2, 1, 2, 128, 64),
     "prefill128": (2, 1, 2, 128, 128),
 }
@@ -184,19 +183,22 @@ def variants(cfg):
     """Every build that a model of this configuration needs."""
     for per in (32, 128):
         for tile in TILES:
-            yield _product, (tile, per, "sm_90a")
+            if tile != ("prefill128" if per == 32 else "prefill"):
+                yield _product, (tile, per, "sm_90a")
     for tile in GROUPED_TILES:
         yield _grouped, (tile, "sm_90a")
     yield _reduce, ("sm_90a",)
     yield _coarsen, ("sm_90a",)
 
 
-def choose_tile(tokens: int, features: int) -> str:
+def choose_tile(tokens: int, features: int, numerics: str) -> str:
     """The tile of a call: small ones as long as large ones leave multiprocessors idle."""
     if tokens <= 64:
-        return "decode"
+        return "decode256" if features >= 256 * 120 else "decode"
     columns = -(-features // 128)
-    return "prefill" if -(-tokens // 256) * columns >= 2 * SMS else "middle"
+    if -(-tokens // 256) * columns < 2 * SMS:
+        return "middle"
+    return "prefill128" if numerics == "fp8" else "prefill"
 
 
 def block_linear(x, x_scale, w, w_scale, numerics, out, scratch):
@@ -210,7 +212,7 @@ def block_linear(x, x_scale, w, w_scale, numerics, out, scratch):
     if numerics == "fp8":
         _coarsen(arch)(x, x_scale, values, scale)
         x, x_scale = values, scale
-    product = _product(choose_tile(tokens, features), 128 if numerics == "fp8" else 32, arch)
+    product = _product(choose_tile(tokens, features, numerics), 128 if numerics == "fp8" else 32, arch)
     product(x, x_scale, w, w_scale, out, parts, splits)
     if splits > 1:
         _reduce(arch)(parts, out, splits)
