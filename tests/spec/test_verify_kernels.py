@@ -34,7 +34,7 @@ def words(rows: int, vocab: int) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31 - 1, (rows, (vocab + 31) // 32 + 1), dtype=I32)
 
 
-def law(rows: int) -> dict[str, torch.Tensor]:
+def law(rows: int) -> dict[str, Any]:
     temperature = torch.rand(rows) * 2
     temperature[0] = 0
     return {
@@ -203,7 +203,8 @@ def test_split(trial: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if trial >= 24:  # ties in the middle of the order, of zeros and of products that are all but zero
         values = torch.full((9, 3), 0.5) if trial == 24 else torch.full((9, 3), 1e-20)
         values[::2, 1] = 0.5 if trial == 24 else 0
-        budget, options = torch.tensor([14]), {"rotation": torch.tensor([5])}
+        budget = torch.tensor([14])
+        options: dict[str, Any] = {"rotation": torch.tensor([5])}
     seen: list[Any] = []
     direct = api._SPLIT._call
     monkeypatch.setattr(api._SPLIT, "_call", lambda *args: seen.append(args) or direct(*args))
@@ -248,9 +249,9 @@ def test_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 test_split(trial, patch)
 
-    checks: dict[str, Callable[[], None]] = {
+    checks: dict[str, Callable[[], object]] = {
         "sample": lambda: test_sample(9, 200),
-        "coupled": lambda: [test_coupled(trial) for trial in (5, 7, 8)] and None,
+        "coupled": lambda: [test_coupled(trial) for trial in (5, 7, 8)],
         "split": every_split,
         "bitmask": lambda: test_bitmask(torch.float32),
     }

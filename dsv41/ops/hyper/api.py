@@ -277,7 +277,7 @@ def mhc_boundary(
     check(iters >= 1, name, "iters: at least 1", iters)
     out = output(name, out, tuple(x.shape), torch.bfloat16, x)
     check(out.is_contiguous(), name, "out: contiguous", f"strides {tuple(out.stride())}")
-    following = tuple(torch.empty_like(m) for m in (pre, post, comb))
+    following = (torch.empty_like(pre), torch.empty_like(post), torch.empty_like(comb))
     norm, collapsed = (torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) for _ in range(2))
     q = quantised_output(name, MXFP8, None, (tokens, hidden), x)
     _BOUNDARY(
