@@ -1,6 +1,7 @@
 """The Hopper linears: device functions in the emulator, and the ops themselves where a GPU is present."""
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def distance(a, b):
     return float(1 - 2 * (a * b).sum() / (a * a + b * b).sum())
 
 
-def make_weight(rows, k, device="cpu", fp8=False):
+def make_weight(rows, k, device="cpu", fp8=False) -> Any:
     """Weights whose tiles' scales spread over 2^4."""
     w = torch.randn(rows, k, device=device) * 0.1
     w = w.unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
@@ -106,13 +107,14 @@ def test_folding_tiles_keeps_what_fits():
     torch.manual_seed(0)
     w = make_weight(160, 256)
     before = w.dequantize(torch.float64)
-    packed = pack_linear(MXFP8(w.values.clone(), w.scale, 32))
+    packed: Any = pack_linear(MXFP8(w.values.clone(), w.scale, 32))
     after = packed.dequantize(torch.float64)
     assert packed.scale.shape == (2, 2)
     assert 0 < packed.changed == int((before != after).sum()) < before.numel() // 20
     assert float((before - after).abs().max()) <= 2.0**-10 * float(packed.scale.float().max())
     same = MXFP8(w.values.clone(), torch.full_like(w.scale.view(torch.uint8), 120).view(E8M0), 32)
-    assert pack_linear(same).changed == 0
+    again: Any = pack_linear(same)
+    assert again.changed == 0
     assert pack_linear(w, numerics="exact") is w
 
 
