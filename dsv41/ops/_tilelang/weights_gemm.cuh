@@ -32,7 +32,7 @@ __device__ __forceinline__ __nv_bfloat162 as_bf16(uint32_t v) {
 __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) { return bits(__hmul2(as_bf16(a), as_bf16(b))); }
 
 // MXFP4: words 2q and 2q + 1 hold the 16 values of a thread for the q-th 32 k: four magnitudes a half, as
-// selectors of byte_perm's table look-up; the signs of the low half at bits 7, 15, 23, 31, of the high half four
+// selectors of a table look-up; the signs of the low half at bits 7, 15, 23, 31, of the high half four
 // bits lower.
 struct Mxfp4 {
   static constexpr int WORDS = 8;     // 32-bit words a thread reads for a 64 x 128 block
@@ -56,8 +56,8 @@ struct Mxfp4 {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       uint32_t scale = scale_pair(row ? high : low, step >> 1), pick = row ? magnitudes >> 16 : magnitudes;
-      uint32_t upper = __byte_perm(0x3F3F3F00u, 0x40404040u, pick) | ((row ? w << 4 : w) & 0x80808080u);
-      uint32_t lower = __byte_perm(0xC0800000u, 0xC0804000u, pick);
+      uint32_t upper = hopper::byte_select(0x3F3F3F00u, 0x40404040u, pick) | ((row ? w << 4 : w) & 0x80808080u);
+      uint32_t lower = hopper::byte_select(0xC0800000u, 0xC0804000u, pick);
       a[row] = multiply(__byte_perm(lower, upper, 0x5140), scale);
       a[2 + row] = multiply(__byte_perm(lower, upper, 0x7362), scale);
     }
@@ -66,9 +66,9 @@ struct Mxfp4 {
   __device__ __forceinline__ void decode_native(int q, uint32_t (&a)[4]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint32_t w = words[2 * q + i], magnitudes = hopper::opaque(w & 0x77777777u);
-      a[2 * i] = __byte_perm(0x3C383000u, 0x4C484440u, magnitudes) | (w & 0x80808080u);
-      a[2 * i + 1] = __byte_perm(0x3C383000u, 0x4C484440u, magnitudes >> 16) | (w << 4 & 0x80808080u);
+      uint32_t w = words[2 * q + i], magnitudes = w & 0x77777777u;
+      a[2 * i] = hopper::byte_select(0x3C383000u, 0x4C484440u, magnitudes) | (w & 0x80808080u);
+      a[2 * i + 1] = hopper::byte_select(0x3C383000u, 0x4C484440u, magnitudes >> 16) | (w << 4 & 0x80808080u);
     }
   }
   // The scale of a row for the q-th 32 k.
@@ -131,6 +131,7 @@ struct Layout {
   static constexpr int REST = SUMS + 4096 + MAX_ROWS * 4 + 2 * MAX_ROWS * (4 + 8) + 256;
   static constexpr int FIT = (232448 - REST) / STAGE;
   static constexpr int STAGES = FIT < 12 ? FIT : 12;
+  static constexpr int LAG = STAGES > 6 ? 4 : 2;  // stages of token rows in flight
   static constexpr int BYTES = STAGES * STAGE + REST;
   uint8_t* base;
   __device__ __forceinline__ uint8_t* tokens(int stage) const { return base + stage * TOKENS; }
@@ -175,7 +176,6 @@ __device__ __forceinline__ void multiply_tile(const L& smem, int group, int k_gr
   for (int block = K_GROUPS == 1 ? 0 : k_group; block < L::K_BLOCKS; block += K_GROUPS) {
     int stage = (position + block) % L::STAGES;
     hopper::barrier_wait(smem.full(stage), (position + block) / L::STAGES & 1);
-    hopper::fence_async();
 #pragma unroll
     for (int m = 0; m < M_BLOCKS; ++m)
       weights[m].load(smem.values(stage, group * M_BLOCKS + m), smem.scales(stage, group * M_BLOCKS + m),
@@ -215,7 +215,6 @@ __device__ __forceinline__ void multiply_native(const L& smem, int group, int k_
   for (int block = K_GROUPS == 1 ? 0 : k_group; block < L::K_BLOCKS; block += K_GROUPS) {
     int stage = (position + block) % L::STAGES;
     hopper::barrier_wait(smem.full(stage), (position + block) / L::STAGES & 1);
-    hopper::fence_async();
     weights.load(smem.values(stage, group), smem.scales(stage, group), thread);
     constexpr bool EARLY = N <= 16;  // read all the scales of the tokens at once
     const float4* scales = reinterpret_cast<const float4*>(smem.token_scales(stage)) + column;
@@ -375,9 +374,18 @@ __device__ __forceinline__ void run(const uint8_t* values, const uint8_t* scales
           for (int row = thread; row < padded; row += L::PRODUCERS)
             hopper::copy_16(smem.token_scales(stage) + row * 4, scale + static_cast<int64_t>(table[row]) * (K / 32),
                             true);
-        hopper::barrier_arrive_copies(smem.full(stage));
+        hopper::copy_commit();
+        if (position >= L::LAG) {  // announced once it has landed, by the threads that copied it
+          hopper::copy_wait<L::LAG>();
+          hopper::fence_async();
+          hopper::barrier_arrive(smem.full((position - L::LAG) % L::STAGES));
+        }
       }
     }
+    hopper::copy_wait<0>();
+    hopper::fence_async();
+    for (int late = max(0, position - L::LAG); late < position; ++late)
+      hopper::barrier_arrive(smem.full(late % L::STAGES));
   } else {
     hopper::registers_grow<L::CONSUMER>();
     int group = (role - 1) & 1, k_group = (role - 1) >> 1;
