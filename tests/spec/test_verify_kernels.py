@@ -16,7 +16,7 @@ BF16, I32 = torch.bfloat16, torch.int32
 interpreted = pytest.mark.skipif(not triton_interp.available(), reason="needs triton")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NAN, INF = float("nan"), float("inf")
-VERIFY = "dsv41.ops.verify.triton_cuda"
+VERIFY, DRAFT = "dsv41.ops.verify.triton_cuda", "dsv41.ops.draft.triton_cuda"
 SMALL = {"CHUNK = 4096": "CHUNK = 128"}  # several chunks a row of a test
 
 
@@ -27,7 +27,7 @@ def kernels() -> Any:
 
 @functools.cache
 def drafting() -> Any:
-    return triton_interp.interpret("dsv41.ops.draft.triton_cuda")
+    return triton_interp.interpret(DRAFT)
 
 
 def words(rows: int, vocab: int) -> torch.Tensor:
@@ -160,6 +160,43 @@ def test_coupled(trial: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+def chained(requests: int, block: int, vocab: int, trial: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Drafts from near the target's law; greedy requests, one-hot drafts, ids and rows that are none."""
+    sizes = torch.randint(0, block + 2, (requests,))
+    cu = torch.cat([torch.zeros(1), sizes.cumsum(0)]).to(I32)
+    base = torch.randn(vocab) * 2
+    logits = base + torch.randn(int(cu[-1]), vocab) * 0.5
+    draft_logits = base + torch.randn(requests, block, vocab) * 0.5
+    options = law(requests)
+    options["temperature"] = options["temperature"] / 2 + 0.2
+    options["draft_temperature"] = torch.rand(requests) + 0.2
+    drafts = torch.distributions.Categorical(logits=base.expand(requests, block, vocab)).sample()
+    if trial % 3 == 0:
+        options["temperature"][0], options["draft_temperature"][-1] = 0, 0
+    if trial % 4 == 1 and len(logits) > 2:
+        logits[1, 3], draft_logits[0, 0, 1], drafts[-1, 0] = NAN, INF, vocab
+    if trial % 2 and len(logits):
+        drafts[:, 0] = logits[cu[:-1].long().clamp(max=len(logits) - 1)].argmax(-1)
+    options["draft_logits"] = draft_logits if trial % 4 else None
+    options["bitmask"] = None if trial % 5 else words(len(logits), vocab)
+    return (logits, cu, drafts), options
+
+
+@interpreted
+@pytest.mark.parametrize("trial", range(12))
+def test_chain(trial: int) -> None:
+    requests, block, vocab = (1, 4, 7)[trial % 3], (5, 3, 1)[trial // 4], (12, 300)[trial % 2]
+    args, options = chained(requests, block, vocab, trial)
+    want = ops.verify_drafts(*args, mode="chain", **options)
+    got = outputs(requests, block)
+    keyed = [options[name] for name in ("seeds", "uids", "positions")]
+    kernels().verify_drafts(
+        *args, options["draft_logits"], options["temperature"], options["draft_temperature"], None, None,
+        options["bitmask"], *keyed, "chain", *got,
+    )  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 # ---- budget ----
 
 CONFIDENCES = [0.0, 0.25, 0.5, 0.75, 0.9, 1.0, 1e-20, 1e-30, -0.5, 1.5, NAN, INF, -INF]
@@ -210,7 +247,7 @@ def test_split(trial: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api._SPLIT, "_call", lambda *args: seen.append(args) or direct(*args))
     want = ops.split_budget_ragged(values, budget, **options)
     got = [torch.full_like(x, 77) for x in want]
-    kernels().split_budget_ragged(*seen[0][: -len(want)], *got)
+    drafting().split_budget_ragged(*seen[0][: -len(want)], *got)
     for label, a, b in zip(RaggedSplit._fields, got, want, strict=True):
         assert torch.equal(a, b), label
 
@@ -229,6 +266,10 @@ FAULTS = {
     "position of the row": ("+ SHIFT + k", "+ SHIFT", "coupled"),
     "goes on behind a fall": ("running = stays", "running = running", "coupled"),
     "one draft too many": ("(k < rows - 1)", "(k < rows)", "coupled"),
+    "accepts every draft": ("tl.log(_uniform(w)) < ratio", "tl.log(_uniform(w)) < 9.0", "chain"),
+    "law of the wrong row": ("+ kept, 0), num_rows - 1)", ", 0), num_rows - 1)", "chain"),
+    "no residual": ("(rest != none), rest, plain", "(rest != none), plain, plain", "chain"),
+    "greedy is drawn": ("tl.where(token == first, 0.0", "tl.where(token >= first, 0.0", "chain"),
     "ties not rotated": ("tl.load(rotation).to(tl.int64)", "0", "split"),
     "subnormal survivals": ("tl.where(x < 1.1754943508222875e-38, 0.0, x)", "x", "split"),
     "budget off by one": ("(rank >= last) &", "(rank > last) &", "split"),
@@ -241,8 +282,12 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, check = FAULTS[fault]
-    broken = triton_interp.interpret(VERIFY, {**SMALL, old: new})
-    monkeypatch.setattr(f"{__name__}.kernels", lambda: broken)
+    if check == "split":
+        broken = triton_interp.interpret(DRAFT, {old: new})
+        monkeypatch.setattr(f"{__name__}.drafting", lambda: broken)
+    else:
+        broken = triton_interp.interpret(VERIFY, {**SMALL, old: new})
+        monkeypatch.setattr(f"{__name__}.kernels", lambda: broken)
 
     def every_split() -> None:
         for trial in range(26):
@@ -252,6 +297,7 @@ def test_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checks: dict[str, Callable[[], object]] = {
         "sample": lambda: test_sample(9, 200),
         "coupled": lambda: [test_coupled(trial) for trial in (5, 7, 8)],
+        "chain": lambda: [test_chain(trial) for trial in range(9)],
         "split": every_split,
         "bitmask": lambda: test_bitmask(torch.float32),
     }
@@ -295,6 +341,10 @@ def test_modes_on_the_gpu() -> None:
             want = ops.verify_drafts(*args, mode=mode, **options)
             got = on_device(ops.verify_drafts, *args, kernel=kernel, mode=mode, **options)
             assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
+        chain, more = chained(7, 5, 9000, trial)
+        want = ops.verify_drafts(*chain, mode="chain", **more)
+        got = on_device(ops.verify_drafts, *chain, mode="chain", **more)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
         given, keyed, out = tuple(map(moved, args)), {k: moved(v) for k, v in options.items()}, None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

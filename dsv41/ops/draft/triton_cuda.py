@@ -1,8 +1,12 @@
-"""The Markov bias with Triton, for every GPU with bf16 tensor cores: the head is read once."""
+"""The Markov bias and the budget's split with Triton, for every GPU with bf16 tensor cores.
+
+The Markov head is read once. The split is decided by every program, in the same bits: none waits for another.
+"""
 
 import triton
 import triton.language as tl
 
+TOKENS = 512  # of the layout a program of the split writes
 ROWS, COLUMNS = 64, 128  # of logits a program; always the same, so that a row's sums do not see the others
 
 
@@ -28,6 +32,112 @@ def _bias(
     tl.store(place, old + total, mask)
 
 
+@triton.jit
+def _flush(x):
+    return tl.where(x < 1.1754943508222875e-38, 0.0, x)
+
+
+@triton.jit
+def _owners(cu, item, rows, STEPS: tl.constexpr):
+    """How many rows end at or before each item."""
+    low, high = item * 0, item * 0 + rows
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        ended = (tl.load(cu + 1 + middle, low < high, other=0) <= item) & (low < high)
+        low = tl.where(ended, middle + 1, low)
+        high = tl.where(ended, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["max_tokens", "max_logits"])
+def _split(
+    confidence, stride, lo, hi, base, bonus, start, weights, budget, num_requests, rotation, lengths, cu_q,
+    cu_logits, token_request_ids, positions, logits_ids, stats, max_tokens, max_logits,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIGITS: tl.constexpr,
+    STEPS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    # Every program decides the split, which is little, and writes it, in the same bits; then a part of the
+    # layout of its own. So nobody waits for anybody.
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    there = row < COUNT
+    requests = tl.load(num_requests).to(tl.int64)
+    live = there & (row < requests)
+    emits = live & (tl.load(bonus + row, there, other=0) != 0)
+    cap = tl.load(hi + row, there, other=0).to(tl.int64)
+    cap = tl.where(emits, tl.minimum(tl.maximum(cap, 0), BLOCK), 0)
+    floor = tl.minimum(tl.maximum(tl.load(lo + row, there, other=0).to(tl.int64), 0), cap)
+
+    product = tl.full([ROWS], 1.0, tl.float32)
+    a = tl.zeros([ROWS, COLUMNS], tl.float32)
+    invalid = tl.zeros([ROWS], tl.int64)
+    for j in tl.static_range(BLOCK):
+        c = tl.load(confidence + row.to(tl.int64) * stride + j, there, other=0.0)
+        bad = (tl.abs(c) < float("inf")) == 0
+        c = tl.minimum(tl.maximum(tl.where(bad, 0.0, c), 0.0), 1.0)
+        product = _flush(product * c)
+        a = tl.where((column == j)[None], product[:, None], a)
+        invalid += (bad & (j < cap)).to(tl.int64)
+    w = tl.load(weights + row, there, other=0.0)
+    w = tl.where((w > 0) & (w < float("inf")), w, 0.0)
+    key = _flush(w[:, None] * a).to(tl.int32, bitcast=True).to(tl.int64)
+    cycle = tl.maximum(requests, 1)
+    turn = ((row + tl.load(rotation).to(tl.int64)) % cycle + cycle) % cycle
+    order = turn[:, None] * BLOCK + column[None]
+    slots: tl.constexpr = COUNT * BLOCK
+    candidate = (column[None] >= floor[:, None]) & (column[None] < cap[:, None])
+    rank = tl.where(candidate, key * slots + (slots - 1 - order), -1)
+    wanted = tl.maximum(tl.load(budget).to(tl.int64) - tl.sum(floor, 0), 0)
+    wanted = tl.minimum(wanted, tl.sum(tl.sum(candidate.to(tl.int64), 1), 0))
+    # The wanted-th largest, two bits at a time; three counts of up to 2^20 travel in one sum.
+    last = tl.zeros([], tl.int64)
+    unit = tl.full([], 1, tl.int64)
+    for i in range(DIGITS):
+        step = unit << (2 * (DIGITS - 1 - i))
+        at_least = (rank >= last + step).to(tl.int64) + ((rank >= last + 2 * step).to(tl.int64) << 20)
+        at_least += (rank >= last + 3 * step).to(tl.int64) << 40
+        counts = tl.sum(tl.sum(at_least, 1), 0)
+        digit = ((counts & 0xFFFFF) >= wanted).to(tl.int64) + ((counts >> 20 & 0xFFFFF) >= wanted).to(
+            tl.int64
+        )
+        last += step * (digit + ((counts >> 40) >= wanted).to(tl.int64))
+    taken = candidate & (rank >= last) & (wanted > 0)
+    drafts = floor + tl.sum(taken.to(tl.int64), 1)
+
+    own = tl.maximum(tl.load(base + row, there, other=0).to(tl.int64), emits.to(tl.int64))
+    tokens = tl.where(live, tl.maximum(own, 0) + drafts, 0)
+    ends_q = tl.cumsum(tokens, 0)
+    ends_logits = tl.cumsum(emits.to(tl.int64) + drafts, 0)
+    tl.store(lengths + row, drafts.to(tl.int32), there)
+    tl.store(cu_q + 1 + row, ends_q.to(tl.int32), there)
+    tl.store(cu_logits + 1 + row, ends_logits.to(tl.int32), there)
+    tl.store(cu_q, 0)
+    tl.store(cu_logits, 0)
+    program = tl.program_id(0)
+    if program == 0:
+        admitted = column[None] < drafts[:, None]
+        mass = tl.where(admitted, (a * 16777216.0).to(tl.int64), 0)
+        tl.store(stats, tl.sum(tokens, 0))
+        tl.store(stats + 1, tl.sum(emits.to(tl.int64) + drafts, 0))
+        tl.store(stats + 2, tl.sum(drafts, 0))
+        tl.store(stats + 3, tl.sum(invalid, 0))
+        tl.store(stats + 4, tl.sum(tl.sum(mass, 1), 0))
+    tl.debug_barrier()
+
+    token = program * TOKENS + tl.arange(0, TOKENS)
+    inside = token < max_tokens
+    owner = _owners(cu_q, token, COUNT, STEPS)
+    owned = inside & (owner < COUNT)
+    first = tl.load(start + owner, owned, other=0).to(tl.int64)
+    begin = tl.load(cu_q + owner, owned, other=0)
+    tl.store(token_request_ids + token, tl.where(owned, owner, -1), inside)
+    tl.store(positions + token, tl.where(owned, first + token - begin, 0), inside)
+    inside = token < max_logits
+    owner = _owners(cu_logits, token, COUNT, STEPS)
+    owned = inside & (owner < COUNT)
+    place = tl.load(cu_q + 1 + owner, owned, other=0) - tl.load(cu_logits + 1 + owner, owned, other=0) + token
+    tl.store(logits_ids + token, tl.where(owned, place, -1), inside)
+
+
 def _part(rank):
     return min(64, max(16, triton.next_power_of_2(rank)))
 
@@ -44,6 +154,25 @@ def markov_bias(logits, embeds, weight):
     )  # fmt: skip
 
 
+def split_budget_ragged(
+    confidence, lo, hi, base, bonus, start, weights, budget, num_requests, rotation, lengths, cu_q, cu_logits,
+    token_request_ids, positions, logits_ids, stats,
+):  # fmt: skip
+    """Launch of ``dsv41.ops.split_budget_ragged``."""
+    max_tokens, max_logits = positions.shape[0], logits_ids.shape[0]
+    _split[(max(1, triton.cdiv(max(max_tokens, max_logits), TOKENS)),)](
+        confidence, confidence.stride(0), lo, hi, base, bonus, start, weights, budget, num_requests, rotation,
+        lengths, cu_q, cu_logits, token_request_ids, positions, logits_ids, stats, max_tokens, max_logits,
+        **_split_sizes(*confidence.shape), num_warps=8,
+    )  # fmt: skip
+
+
+def _split_sizes(rows, block):
+    sizes = {"COUNT": rows, "BLOCK": block, "ROWS": triton.next_power_of_2(rows)}
+    sizes |= {"COLUMNS": triton.next_power_of_2(block), "STEPS": rows.bit_length(), "TOKENS": TOKENS}
+    return {**sizes, "DIGITS": (31 + (rows * block).bit_length() + 1) // 2}
+
+
 def variants(cfg):
     """``(kernel, signature, constants)`` for compilation ahead of time."""
     names = {"logits": "*fp32", "stride": "i64", "embeds": "*bf16", "embeds_stride": "i64", "weight": "*bf16"}
@@ -51,3 +180,9 @@ def variants(cfg):
     rank = cfg.draft.markov_rank
     sizes = {"RANK": rank, "PART": _part(rank), "ROWS": ROWS, "COLUMNS": COLUMNS}
     yield _bias, (names, sizes, {"num_warps": 8, "num_stages": 3})
+    names = {"confidence": "*fp32", "stride": "i64", "lo": "*i32", "hi": "*i32", "base": "*i32"}
+    names |= {"bonus": "*i32", "start": "*i64", "weights": "*fp32", "budget": "*i32", "num_requests": "*i32"}
+    names |= {"rotation": "*i32", "lengths": "*i32", "cu_q": "*i32", "cu_logits": "*i32"}
+    names |= {"token_request_ids": "*i32", "positions": "*i64", "logits_ids": "*i32", "stats": "*i64"}
+    names |= {"max_tokens": "i32", "max_logits": "i32"}
+    yield _split, (names, _split_sizes(256, cfg.draft.block_size), {"num_warps": 8})

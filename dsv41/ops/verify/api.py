@@ -19,11 +19,15 @@ def _unsorted(logits: torch.Tensor, temperature: Any, top_k: Any, top_p: Any, *_
     return None if top_k is None and top_p is None else "top-k and top-p sort"
 
 
-def _coupled(
+def _one_pass(
     logits: torch.Tensor, cu: Any, drafts: Any, draft_logits: Any, t: Any, draft_t: Any, k: Any, p: Any,
     mask: Any, seeds: Any, uids: Any, positions: Any, rule: str, *_: Any,
 ) -> str | None:  # fmt: skip
-    return f"mode {rule}" if rule != "coupled" else _unsorted(logits, t, k, p)
+    if rule == "block":
+        return "mode block"
+    if draft_logits is not None and draft_logits.dtype == torch.float64:
+        return "f64 logits"
+    return _unsorted(logits, t, k, p)
 
 
 _SPLIT = Op(
@@ -33,7 +37,7 @@ _SPLIT = Op(
     " Tensor(d!) token_request_ids, Tensor(e!) positions,"
     " Tensor(f!) logits_ids, Tensor(g!) stats) -> ()",
     reference="dsv41_reference.budget:split_budget_ragged",
-    package=__package__,
+    package="dsv41.ops.draft",  # its kernel is beside the drafter's: it shares nothing with those here
     kernels=(Kernel("triton_cuda", "cuda", needs=("triton",), supports=_small),),
 )
 # The mode travels as `rule`: an argument called `mode` collides with torch's own dispatch under compile.
@@ -45,7 +49,7 @@ _VERIFY = Op(
     reference="dsv41_reference.verify:verify_drafts",
     package=__package__,
     kernels=(
-        Kernel("triton_cuda", "cuda", needs=("triton",), supports=_coupled),
+        Kernel("triton_cuda", "cuda", needs=("triton",), supports=_one_pass),
         Kernel("torch_cuda", "cuda"),
     ),
 )

@@ -2,7 +2,7 @@
 the host.
 
 For what the Triton kernels do not take: top-k and top-p, which sort the vocabulary, f64 logits, and the
-residual laws of `chain` and `block`. Several times the logits are allocated, in a graph from its pool.
+residual masses of `block`. Several times the logits are allocated, in a graph from its pool.
 """
 
 from dsv41_reference.verify import sample_tokens, verify_drafts

@@ -1,4 +1,4 @@
-"""Sampling, coupled verification, the budget's split and bitmasks with Triton, for every GPU.
+"""Sampling, chain and coupled verification and bitmasks with Triton, for every GPU.
 
 A row of logits is cut into chunks, a program each: their maxima first, then a race of exponentials in each,
 then the winner of all. Noise is a function of the token, so nothing depends on the cut.
@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 CHUNK = 4096  # tokens a program
-TOKENS = 512  # of the layout a program of the split writes
 STREAMS = {"draft": 0, "emit": 2}
 
 
@@ -26,9 +25,16 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
+def _uniform(word):
+    return tl.minimum(
+        word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994039535522
+    )
+
+
+@triton.jit
 def _log_exponential(word):
     """log of a unit exponential from a 32-bit word: log(-log1p(-u))."""
-    u = tl.minimum(word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994039535522)
+    u = _uniform(word)
     v = 1.0 - u
     # Dividing by (1 - u) - 1 takes back what that subtraction rounded away.
     minus = tl.where(v == 1.0, u, tl.log(v) * tl.div_rn(u, tl.where(v == 1.0, 1.0, v - 1.0)))
@@ -174,110 +180,201 @@ def _coupled(
     tl.store(status + request, ((rows > 0) & (sound == 0)).to(tl.int32))
 
 
-@triton.jit
-def _flush(x):
-    return tl.where(x < 1.1754943508222875e-38, 0.0, x)
-
-
-@triton.jit
-def _owners(cu, item, rows, STEPS: tl.constexpr):
-    """How many rows end at or before each item."""
-    low, high = item * 0, item * 0 + rows
-    for _ in tl.static_range(STEPS):
-        middle = (low + high) // 2
-        ended = (tl.load(cu + 1 + middle, low < high, other=0) <= item) & (low < high)
-        low = tl.where(ended, middle + 1, low)
-        high = tl.where(ended, high, middle)
-    return low
-
-
-@triton.jit(do_not_specialize=["max_tokens", "max_logits"])
-def _split(
-    confidence, stride, lo, hi, base, bonus, start, weights, budget, num_requests, rotation, lengths, cu_q,
-    cu_logits, token_request_ids, positions, logits_ids, stats, max_tokens, max_logits,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIGITS: tl.constexpr,
-    STEPS: tl.constexpr, TOKENS: tl.constexpr,
+@triton.jit(do_not_specialize=["num_rows"])
+def _laws(
+    logits, stride, bitmask, words, cu, num_rows, vocab, temperatures, tops, sums, keys,
+    PER: tl.constexpr, FLAT: tl.constexpr, MASK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    # Every program decides the split, which is little, and writes it, in the same bits; then a part of the
-    # layout of its own. So nobody waits for anybody.
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    there = row < COUNT
-    requests = tl.load(num_requests).to(tl.int64)
-    live = there & (row < requests)
-    emits = live & (tl.load(bonus + row, there, other=0) != 0)
-    cap = tl.load(hi + row, there, other=0).to(tl.int64)
-    cap = tl.where(emits, tl.minimum(tl.maximum(cap, 0), BLOCK), 0)
-    floor = tl.minimum(tl.maximum(tl.load(lo + row, there, other=0).to(tl.int64), 0), cap)
+    """Of every chunk of every row: the maximum, the first token of it, the sum of exponentials below it."""
+    item, chunk = tl.program_id(0), tl.program_id(1)
+    row = item.to(tl.int64)
+    if not FLAT:
+        _, _, row = _row_of(item, cu, num_rows, PER)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    z = _masked(logits, stride, bitmask, words, row, token, vocab, MASK)
+    temperature = tl.load(temperatures + item // PER)
+    temperature = tl.where(temperature > 0, temperature, 1.0)
+    top = tl.max(z, 0)
+    low = tl.where(top > -float("inf"), top, 0.0)
+    total = tl.sum(tl.exp(tl.div_rn(z - low, tl.full(z.shape, 1.0, tl.float32) * temperature)), 0)
+    key = tl.max(_order(z) * 4294967296 + (4294967295 - token.to(tl.int64)), 0)
+    at = item * tl.num_programs(1) + chunk
+    tl.store(tops + at, tl.where(tl.max((z != z).to(tl.int32), 0) != 0, float("nan"), top))
+    tl.store(sums + at, total)
+    tl.store(keys + at, key)
 
-    product = tl.full([ROWS], 1.0, tl.float32)
-    a = tl.zeros([ROWS, COLUMNS], tl.float32)
-    invalid = tl.zeros([ROWS], tl.int64)
-    for j in tl.static_range(BLOCK):
-        c = tl.load(confidence + row.to(tl.int64) * stride + j, there, other=0.0)
-        bad = (tl.abs(c) < float("inf")) == 0
-        c = tl.minimum(tl.maximum(tl.where(bad, 0.0, c), 0.0), 1.0)
-        product = _flush(product * c)
-        a = tl.where((column == j)[None], product[:, None], a)
-        invalid += (bad & (j < cap)).to(tl.int64)
-    w = tl.load(weights + row, there, other=0.0)
-    w = tl.where((w > 0) & (w < float("inf")), w, 0.0)
-    key = _flush(w[:, None] * a).to(tl.int32, bitcast=True).to(tl.int64)
-    cycle = tl.maximum(requests, 1)
-    turn = ((row + tl.load(rotation).to(tl.int64)) % cycle + cycle) % cycle
-    order = turn[:, None] * BLOCK + column[None]
-    slots: tl.constexpr = COUNT * BLOCK
-    candidate = (column[None] >= floor[:, None]) & (column[None] < cap[:, None])
-    rank = tl.where(candidate, key * slots + (slots - 1 - order), -1)
-    wanted = tl.maximum(tl.load(budget).to(tl.int64) - tl.sum(floor, 0), 0)
-    wanted = tl.minimum(wanted, tl.sum(tl.sum(candidate.to(tl.int64), 1), 0))
-    # The wanted-th largest, two bits at a time; three counts of up to 2^20 travel in one sum.
-    last = tl.zeros([], tl.int64)
-    unit = tl.full([], 1, tl.int64)
-    for i in range(DIGITS):
-        step = unit << (2 * (DIGITS - 1 - i))
-        at_least = (rank >= last + step).to(tl.int64) + ((rank >= last + 2 * step).to(tl.int64) << 20)
-        at_least += (rank >= last + 3 * step).to(tl.int64) << 40
-        counts = tl.sum(tl.sum(at_least, 1), 0)
-        digit = ((counts & 0xFFFFF) >= wanted).to(tl.int64) + ((counts >> 20 & 0xFFFFF) >= wanted).to(
-            tl.int64
-        )
-        last += step * (digit + ((counts >> 40) >= wanted).to(tl.int64))
-    taken = candidate & (rank >= last) & (wanted > 0)
-    drafts = floor + tl.sum(taken.to(tl.int64), 1)
 
-    own = tl.maximum(tl.load(base + row, there, other=0).to(tl.int64), emits.to(tl.int64))
-    tokens = tl.where(live, tl.maximum(own, 0) + drafts, 0)
-    ends_q = tl.cumsum(tokens, 0)
-    ends_logits = tl.cumsum(emits.to(tl.int64) + drafts, 0)
-    tl.store(lengths + row, drafts.to(tl.int32), there)
-    tl.store(cu_q + 1 + row, ends_q.to(tl.int32), there)
-    tl.store(cu_logits + 1 + row, ends_logits.to(tl.int32), there)
-    tl.store(cu_q, 0)
-    tl.store(cu_logits, 0)
-    program = tl.program_id(0)
-    if program == 0:
-        admitted = column[None] < drafts[:, None]
-        mass = tl.where(admitted, (a * 16777216.0).to(tl.int64), 0)
-        tl.store(stats, tl.sum(tokens, 0))
-        tl.store(stats + 1, tl.sum(emits.to(tl.int64) + drafts, 0))
-        tl.store(stats + 2, tl.sum(drafts, 0))
-        tl.store(stats + 3, tl.sum(invalid, 0))
-        tl.store(stats + 4, tl.sum(tl.sum(mass, 1), 0))
-    tl.debug_barrier()
+@triton.jit
+def _law(tops, sums, keys, item, temperature, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
+    """(largest logit, log of the sum of exponentials below it, its first token, whether there is a law)."""
+    top, lawful = _lawful(tops, item, temperature, CHUNKS, PADDED)
+    chunk = tl.arange(0, PADDED)
+    there = chunk < CHUNKS
+    high = tl.load(tops + item * CHUNKS + chunk, there, other=-float("inf"))
+    positive = tl.where(temperature > 0, temperature, 1.0)
+    share = tl.exp((high - top) / positive) * tl.load(sums + item * CHUNKS + chunk, there, other=0.0)
+    total = tl.log(tl.sum(tl.where(high > -float("inf"), share, 0.0), 0))
+    best = tl.max(tl.load(keys + item * CHUNKS + chunk, there, other=-9223372036854775807), 0)
+    return top, tl.where(temperature > 0, total, 0.0), 4294967295 - (best & 4294967295), lawful
 
-    token = program * TOKENS + tl.arange(0, TOKENS)
-    inside = token < max_tokens
-    owner = _owners(cu_q, token, COUNT, STEPS)
-    owned = inside & (owner < COUNT)
-    first = tl.load(start + owner, owned, other=0).to(tl.int64)
-    begin = tl.load(cu_q + owner, owned, other=0)
-    tl.store(token_request_ids + token, tl.where(owned, owner, -1), inside)
-    tl.store(positions + token, tl.where(owned, first + token - begin, 0), inside)
-    inside = token < max_logits
-    owner = _owners(cu_logits, token, COUNT, STEPS)
-    owned = inside & (owner < COUNT)
-    place = tl.load(cu_q + 1 + owner, owned, other=0) - tl.load(cu_logits + 1 + owner, owned, other=0) + token
-    tl.store(logits_ids + token, tl.where(owned, place, -1), inside)
+
+@triton.jit
+def _log_law(z, token, top, total, first, temperature):
+    """Log-probabilities of tokens with logits z: one-hot at ``first`` when greedy."""
+    greedy = tl.where(token == first, 0.0, -float("inf"))
+    positive = tl.full(z.shape, 1.0, tl.float32) * tl.where(temperature > 0, temperature, 1.0)
+    return tl.where(temperature > 0, tl.div_rn(z - top, positive) - total, greedy)
+
+
+@triton.jit
+def _one_logit(logits, stride, bitmask, words, row, token, vocab, MASK: tl.constexpr):
+    return tl.sum(_masked(logits, stride, bitmask, words, row, token + tl.arange(0, 1), vocab, MASK), 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _accept(
+    logits, stride, bitmask, words, cu, num_rows, vocab, drafts, drafts_stride, draft_logits, draft_stride,
+    temperatures, draft_temperatures, tops, sums, keys, draft_tops, draft_sums, draft_keys, seeds, uids,
+    positions, kept_out, fell_out, sound_out,
+    BLOCK: tl.constexpr, DRAWN: tl.constexpr, MASK: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    at = request.to(tl.int64)
+    begin = tl.load(cu + request).to(tl.int32)
+    rows = tl.minimum(tl.maximum(tl.load(cu + request + 1).to(tl.int32) - begin, 0), BLOCK + 1)
+    temperature, draft_temperature = tl.load(temperatures + request), tl.load(draft_temperatures + request)
+    seed, uid, position = tl.load(seeds + request), tl.load(uids + request), tl.load(positions + request)
+    running = rows > 0
+    kept, fell, sound = 0, rows < 0, rows < 0
+    for k in tl.static_range(BLOCK + 1):
+        item = request * (BLOCK + 1) + k
+        top, total, first, lawful = _law(tops, sums, keys, item, temperature, CHUNKS, PADDED)
+        stays, tested = rows < 0, rows < 0
+        if k < BLOCK:
+            x = tl.load(drafts + at * drafts_stride + k).to(tl.int64)
+            token = tl.minimum(tl.maximum(x, 0), vocab - 1)
+            row = tl.minimum(tl.maximum(begin + k, 0), num_rows - 1).to(tl.int64)
+            z = _one_logit(logits, stride, bitmask, words, row, token, vocab, MASK)
+            one = tl.zeros([1], tl.float32)
+            log_p = tl.sum(_log_law(one + z, token, top, total, first, temperature), 0)
+            log_q, drawn = 0.0, rows >= 0
+            if DRAWN:
+                if draft_temperature > 0:
+                    other = request * BLOCK + k
+                    q_top, q_total, q_first, drawn = _law(
+                        draft_tops, draft_sums, draft_keys, other, draft_temperature, CHUNKS, PADDED
+                    )
+                    z = _one_logit(
+                        draft_logits, draft_stride, bitmask, words, other.to(tl.int64), token, vocab, False
+                    )
+                    log_q = tl.sum(_log_law(one + z, token, q_top, q_total, q_first, draft_temperature), 0)
+                elif draft_temperature <= 0:
+                    drawn = rows >= 0
+                else:
+                    drawn = rows < 0  # NaN
+            usable = (k < rows - 1) & (x == token) & lawful & drawn & (log_q > -float("inf"))
+            w, _, _, _ = _philox(
+                tl.zeros([1], tl.uint32), tl.zeros([1], tl.uint32) + position.to(tl.uint32),
+                tl.zeros([1], tl.uint32) + uid.to(tl.uint32),
+                tl.zeros([1], tl.uint32) + (1 | (k << 8) | (((uid >> 32) & 0xFFFF) << 16)).to(tl.uint32),
+                tl.zeros([1], tl.uint32) + seed.to(tl.uint32),
+                tl.zeros([1], tl.uint32) + (seed >> 32).to(tl.uint32),
+            )  # fmt: skip
+            ratio = tl.minimum(log_p - log_q, 0.0)
+            passed = tl.sum((tl.log(_uniform(w)) < ratio).to(tl.int32), 0) != 0
+            tested = running & usable
+            stays = tested & passed
+        ends = running & (stays == 0)
+        fell = fell | (ends & tested)
+        sound = sound | (ends & lawful)
+        kept += stays.to(tl.int32)
+        running = stays
+    tl.store(kept_out + request, kept)
+    tl.store(fell_out + request, fell.to(tl.int32))
+    tl.store(sound_out + request, sound.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _residual(
+    logits, stride, bitmask, words, cu, num_rows, vocab, drafts, drafts_stride, draft_logits, draft_stride,
+    temperatures, draft_temperatures, tops, sums, keys, draft_tops, draft_sums, draft_keys, seeds, uids,
+    positions, kept_in, fell_in, sound_in, winners,
+    BLOCK: tl.constexpr, DRAWN: tl.constexpr, MASK: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """The race for the token behind the drafts that stay: winners of p, and of max(p - q, 0)."""
+    request, chunk = tl.program_id(0), tl.program_id(1)
+    at = request.to(tl.int64)
+    kept, fell = tl.load(kept_in + request), tl.load(fell_in + request)
+    place = winners + (at * CHUNKS + chunk) * 2
+    none: tl.constexpr = -9223372036854775807
+    tl.store(place, none)
+    tl.store(place + 1, none)
+    if tl.load(sound_in + request) != 0:
+        temperature = tl.load(temperatures + request)
+        item = request * (BLOCK + 1) + kept
+        top, total, first, _ = _law(tops, sums, keys, item, temperature, CHUNKS, PADDED)
+        row = tl.minimum(tl.maximum(tl.load(cu + request).to(tl.int32) + kept, 0), num_rows - 1).to(tl.int64)
+        token = chunk * CHUNK + tl.arange(0, CHUNK)
+        z = _masked(logits, stride, bitmask, words, row, token, vocab, MASK)
+        log_p = _log_law(z, token, top, total, first, temperature)
+        position = tl.load(positions + request) + 1 + kept
+        noise = _log_exponential(
+            _words(
+                chunk * CHUNK, tl.load(seeds + request), tl.load(uids + request), position,
+                tl.zeros([], tl.int64), 2, CHUNK // 4,
+            )
+        )  # fmt: skip
+        behind = 4294967295 - token.to(tl.int64)
+        tl.store(place, tl.max(_order(log_p - noise) * 4294967296 + behind, 0))
+        if fell != 0:
+            x = tl.load(drafts + at * drafts_stride + kept).to(tl.int64)
+            log_q = tl.where(token == x, 0.0, -float("inf"))
+            if DRAWN:
+                draft_temperature = tl.load(draft_temperatures + request)
+                if draft_temperature > 0:
+                    other = request * BLOCK + kept
+                    q_top, q_total, q_first, _ = _law(
+                        draft_tops, draft_sums, draft_keys, other, draft_temperature, CHUNKS, PADDED
+                    )
+                    z = _masked(
+                        draft_logits, draft_stride, bitmask, words, other.to(tl.int64), token, vocab, False
+                    )
+                    log_q = _log_law(z, token, q_top, q_total, q_first, draft_temperature)
+            above = log_q < log_p
+            gap = tl.where(above, log_q - log_p, -1.0)
+            e = tl.exp(gap)
+            # e - 1 over log e, which has the same rounding in it, keeps the digits when q is close to p.
+            near = tl.div_rn((1.0 - e) * gap, tl.where((e == 1.0) | (e == 0.0), 1.0, tl.log(e)))
+            lost = tl.where(e == 1.0, -gap, tl.where(gap > -0.6931472, near, 1.0 - e))
+            score = log_p + tl.log(lost) - noise
+            key = _order(score) * 4294967296 + behind
+            tl.store(place + 1, tl.max(tl.where(above, key, none), 0))
+
+
+@triton.jit
+def _emit(
+    winners, kept_in, fell_in, sound_in, cu, drafts, drafts_stride, tokens, tokens_stride, num_emitted,
+    status,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    at = request.to(tl.int64)
+    none: tl.constexpr = -9223372036854775807
+    chunk = tl.arange(0, PADDED)
+    place = winners + (at * CHUNKS + chunk) * 2
+    plain = tl.max(tl.load(place, chunk < CHUNKS, other=none), 0)
+    rest = tl.max(tl.load(place + 1, chunk < CHUNKS, other=none), 0)
+    # With rounding the residual of a draft that fell can be empty though p is not.
+    best = tl.where((tl.load(fell_in + request) != 0) & (rest != none), rest, plain)
+    kept, sound = tl.load(kept_in + request), tl.load(sound_in + request)
+    slot = tl.arange(0, SLOTS)
+    text = tl.load(drafts + at * drafts_stride + slot, slot < kept, other=-1).to(tl.int64)
+    text = tl.where((slot == kept) & (sound != 0), 4294967295 - (best & 4294967295), text)
+    tl.store(tokens + at * tokens_stride + slot, text, slot < BLOCK + 1)
+    tl.store(num_emitted + request, kept + sound)
+    some = tl.load(cu + request + 1) > tl.load(cu + request)
+    tl.store(status + request, (some & (sound == 0)).to(tl.int32))
 
 
 @triton.jit
@@ -333,7 +430,7 @@ def verify_drafts(
     target_logits, cu_logits, draft_tokens, draft_logits, temperature, draft_temperature, top_k, top_p,
     bitmask, seeds, uids, positions, rule, tokens, num_emitted, status,
 ):  # fmt: skip
-    """Launches of ``dsv41.ops.verify_drafts``, mode ``coupled``."""
+    """Launches of ``dsv41.ops.verify_drafts``, modes ``coupled`` and ``chain``."""
     requests, block = draft_tokens.shape
     if not requests:
         return
@@ -341,6 +438,12 @@ def verify_drafts(
         tokens.fill_(-1)
         num_emitted.zero_()
         status.zero_()
+        return
+    if rule == "chain":
+        _chain(
+            target_logits, cu_logits, draft_tokens, draft_logits, temperature, draft_temperature, bitmask,
+            seeds, uids, positions, tokens, num_emitted, status,
+        )  # fmt: skip
         return
     law = (bitmask, temperature, seeds, uids, positions, None, 1, STREAMS["emit"])
     keys, sizes = _draw(target_logits, cu_logits, block + 1, requests * (block + 1), *law)
@@ -351,23 +454,44 @@ def verify_drafts(
     )  # fmt: skip
 
 
-def split_budget_ragged(
-    confidence, lo, hi, base, bonus, start, weights, budget, num_requests, rotation, lengths, cu_q, cu_logits,
-    token_request_ids, positions, logits_ids, stats,
+def _chain(
+    logits, cu, drafts, draft_logits, temperature, draft_temperature, bitmask, seeds, uids, positions, tokens,
+    num_emitted, status,
 ):  # fmt: skip
-    """Launch of ``dsv41.ops.split_budget_ragged``."""
-    max_tokens, max_logits = positions.shape[0], logits_ids.shape[0]
-    _split[(max(1, triton.cdiv(max(max_tokens, max_logits), TOKENS)),)](
-        confidence, confidence.stride(0), lo, hi, base, bonus, start, weights, budget, num_requests, rotation,
-        lengths, cu_q, cu_logits, token_request_ids, positions, logits_ids, stats, max_tokens, max_logits,
-        **_split_sizes(*confidence.shape), num_warps=8,
+    (requests, block), (num_rows, vocab) = drafts.shape, logits.shape
+    chunks, sizes = _chunks(vocab)
+    drawn, given = draft_logits is not None, bitmask is not None
+    mask, words = (bitmask, bitmask.stride(0)) if given else (cu, 0)
+
+    def laws(x, per, flat, at, masked):
+        kinds = (torch.float32, torch.float32, torch.int64)
+        made = [torch.empty((requests * per, chunks), dtype=kind, device=logits.device) for kind in kinds]
+        _laws[(requests * per, chunks)](
+            x, x.stride(-2), mask, words, cu, num_rows, vocab, at, *made,
+            PER=per, FLAT=flat, MASK=masked, CHUNK=CHUNK, num_warps=8,
+        )  # fmt: skip
+        return made
+
+    of_target = laws(logits, block + 1, False, temperature, given)
+    if drawn:
+        draft_logits = draft_logits.flatten(0, 1)
+        of_draft = laws(draft_logits, block, True, draft_temperature, False)
+    else:
+        draft_logits, of_draft = logits, of_target
+    kept, fell, sound = torch.empty((3, requests), dtype=torch.int32, device=logits.device)
+    winners = torch.empty((requests, chunks, 2), dtype=torch.int64, device=logits.device)
+    common = (
+        logits, logits.stride(0), mask, words, cu, num_rows, vocab, drafts, drafts.stride(0), draft_logits,
+        draft_logits.stride(0), temperature, draft_temperature, *of_target, *of_draft, seeds, uids, positions,
+        kept, fell, sound,
     )  # fmt: skip
-
-
-def _split_sizes(rows, block):
-    sizes = {"COUNT": rows, "BLOCK": block, "ROWS": triton.next_power_of_2(rows)}
-    sizes |= {"COLUMNS": triton.next_power_of_2(block), "STEPS": rows.bit_length(), "TOKENS": TOKENS}
-    return {**sizes, "DIGITS": (31 + (rows * block).bit_length() + 1) // 2}
+    flags = {"BLOCK": block, "DRAWN": drawn, "MASK": given, **sizes}
+    _accept[(requests,)](*common, **flags, num_warps=1)
+    _residual[(requests, chunks)](*common, winners, **flags, CHUNK=CHUNK, num_warps=8)
+    _emit[(requests,)](
+        winners, kept, fell, sound, cu, drafts, drafts.stride(0), tokens, tokens.stride(0), num_emitted,
+        status, BLOCK=block, SLOTS=triton.next_power_of_2(block + 1), **sizes, num_warps=1,
+    )  # fmt: skip
 
 
 def apply_token_bitmask(logits, bitmask):
@@ -398,11 +522,22 @@ def variants(cfg):
     names |= {"tokens": "*i64", "tokens_stride": "i64", "num_emitted": "*i32", "status": "*i32"}
     slots = {"BLOCK": block, "SLOTS": triton.next_power_of_2(block + 1)}
     yield _coupled, (names, {**slots, **sizes}, {"num_warps": 1})
-    names = {"confidence": "*fp32", "stride": "i64", "lo": "*i32", "hi": "*i32", "base": "*i32"}
-    names |= {"bonus": "*i32", "start": "*i64", "weights": "*fp32", "budget": "*i32", "num_requests": "*i32"}
-    names |= {"rotation": "*i32", "lengths": "*i32", "cu_q": "*i32", "cu_logits": "*i32"}
-    names |= {"token_request_ids": "*i32", "positions": "*i64", "logits_ids": "*i32", "stats": "*i64"}
-    names |= {"max_tokens": "i32", "max_logits": "i32"}
-    yield _split, (names, _split_sizes(256, block), {"num_warps": 8})
+    laws = {**rows, "temperatures": "*fp32", "sums": "*fp32", "keys": "*i64"}
+    for per, flat in ((block + 1, False), (block, True)):
+        flags = {"PER": per, "FLAT": flat, "MASK": not flat, "CHUNK": CHUNK}
+        yield _laws, (laws, flags, {"num_warps": 8})
+    names = {k: v for k, v in rows.items() if k != "tops"}
+    names |= {"drafts": "*i64", "drafts_stride": "i64", "draft_logits": "*fp32", "draft_stride": "i64"}
+    names |= {"temperatures": "*fp32", "draft_temperatures": "*fp32", "tops": "*fp32", "sums": "*fp32"}
+    names |= {"keys": "*i64", "draft_tops": "*fp32", "draft_sums": "*fp32", "draft_keys": "*i64"}
+    names |= {"seeds": "*i64", "uids": "*i64", "positions": "*i64"}
+    results, flags = ("kept", "fell", "sound"), {"BLOCK": block, "DRAWN": True, "MASK": True, **sizes}
+    of_accept = {**names, **{f"{name}_out": "*i32" for name in results}}
+    yield _accept, (of_accept, flags, {"num_warps": 1})
+    read = {f"{name}_in": "*i32" for name in results}
+    yield _residual, ({**names, **read, "winners": "*i64"}, {**flags, "CHUNK": CHUNK}, {"num_warps": 8})
+    names = {"winners": "*i64", **read, "cu": "*i32", "drafts": "*i64", "drafts_stride": "i64"}
+    names |= {"tokens": "*i64", "tokens_stride": "i64", "num_emitted": "*i32", "status": "*i32"}
+    yield _emit, (names, {**slots, **sizes}, {"num_warps": 1})
     names = {"logits": "*fp32", "stride": "i64", "bitmask": "*i32", "words": "i64", "vocab": "i32"}
     yield _forbid, (names, {"CHUNK": CHUNK})
