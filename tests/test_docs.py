@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv41.bench import tables
 from dsv41.support import refresh
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +35,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_support_table_is_fresh() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert refresh(text) == text, "run python -m dsv41.support"
+
+
+def test_tables_of_results_are_fresh() -> None:
+    text = (ROOT / "docs" / "h200.md").read_text("utf-8")
+    assert tables.refresh(text) == text, "run python -m dsv41.bench.tables"
 
 
 def test_the_cpu_example_has_twenty_lines_at_most() -> None:
