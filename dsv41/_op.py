@@ -92,11 +92,9 @@ def output(
 
 
 def workspace(name: str, scratch: torch.Tensor | None, size: int, like: torch.Tensor) -> torch.Tensor:
-    """The caller's ``scratch`` after a check, or a new one; references on a CPU need none."""
-    if like.device.type == "cpu":
-        size = 0
+    """The caller's ``scratch`` after a check, or a new one: empty on a CPU, where references need none."""
     if scratch is None:
-        return torch.empty(size, dtype=torch.uint8, device=like.device)
+        return torch.empty(0 if like.device.type == "cpu" else size, dtype=torch.uint8, device=like.device)
     check_tensor(name, "scratch", scratch, (None,), torch.uint8, like=like)
     check(scratch.numel() >= size, name, f"scratch: at least {size} bytes", scratch)
     check(scratch.data_ptr() % 16 == 0, name, "scratch: at a multiple of 16 bytes", scratch.data_ptr())

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, check_values, output
+from ..._op import Kernel, Op, check, check_tensor, check_values, output, workspace
 from ...cache import PagedKV
 
 TILE = 64  # keys, and heads, that a block of the Hopper kernel takes at a time
@@ -185,12 +185,7 @@ def sparse_attn(
     check(num_splits >= 1, name, "num_splits: at least 1", num_splits)
     num_splits = min(num_splits, max(1, -(-near // TILE) + -(-far // TILE)))
     size = sparse_attn_scratch(tokens, heads, q.shape[2], near, far, num_splits)
-    if scratch is None:
-        scratch = q.new_empty(0 if q.device.type == "cpu" else size, dtype=torch.uint8)
-    else:
-        check_tensor(name, "scratch", scratch, (None,), torch.uint8, like=q)
-        check(scratch.numel() >= size, name, f"scratch: at least {size} bytes", scratch)
-        check(scratch.data_ptr() % 16 == 0, name, "scratch: at a multiple of 16 bytes", scratch.data_ptr())
+    scratch = workspace(name, scratch, size, q)
     _ATTN(
         q, window.pages, window.record.layout, window_ids, *extra, sink, scale, num_splits, out, lse, scratch
     )
