@@ -109,8 +109,8 @@ ROPE: list[Mutation] = [
     (
         "rope-table-in-float64",
         f"{REF}.rope:rope_table",
-        "positions.to(torch.float32)[..., None] * frequencies.to(positions.device)",
-        "positions.to(torch.float64)[..., None] * frequencies.to(positions.device).double()",
+        "positions.to(torch.float32)[..., None] * _frequencies_at(positions, *constants)",
+        "positions.to(torch.float64)[..., None] * _frequencies_at(positions, *constants).double()",
         "tests.reference.test_reference_rope:test_plain_table_is_float32_from_the_angle_on",
     ),
     (

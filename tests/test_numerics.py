@@ -94,11 +94,12 @@ def test_kept_weights_give_the_same_results_and_only_inside() -> None:
     w = formats.quantize_mxfp8(torch.randn(64, 64), tile_rows=32)
     x = formats.quantize_mxfp8(torch.randn(5, 64))
     want, got = torch.empty(5, 64, dtype=torch.bfloat16), torch.empty(5, 64, dtype=torch.bfloat16)
-    block_linear(*x.flat(), *w.flat(), want)
+    scratch = torch.empty(0, dtype=torch.uint8)
+    block_linear(*x.flat(), *w.flat(), "exact", want, scratch)
     with keep_weights():
         for _ in range(2):
-            block_linear(*x.flat(), *w.flat(), got)
+            block_linear(*x.flat(), *w.flat(), "exact", got, scratch)
             assert torch.equal(got, want)
     w.values.view(torch.uint8).bitwise_xor_(0x80)
-    block_linear(*x.flat(), *w.flat(), got)
+    block_linear(*x.flat(), *w.flat(), "exact", got, scratch)
     assert torch.equal(got, -want)
