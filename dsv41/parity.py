@@ -1,0 +1,102 @@
+"""Every op call of a step beside the reference, on the inputs that the step gave it.
+
+Logits of a whole model with random weights are no test of kernels: one rounding flips a selection or an
+expert, and the rest of the text is another. In place, each op must agree by itself.
+
+    with parity.compare() as rows:
+        model(tokens, positions, state)
+    print(parity.report(rows))
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ._op import Op, Target
+
+_FLOATS = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One output of one call: DeepGEMM's distance for floats, the share of differing elements otherwise."""
+
+    op: str
+    output: str
+    kernel: str
+    shape: tuple[int, ...]
+    floats: bool
+    value: float
+
+
+@contextlib.contextmanager
+def compare(*skip: str, plain: dict[int, tuple[torch.Tensor, ...]] | None = None) -> Iterator[list[Row]]:
+    """Inside the context every op runs twice: its kernel, and the reference on copies of the arguments.
+
+    Args:
+        skip: names of ops that only run (those whose outputs depend on noise of their own).
+        plain: for experts that are packed in place: data pointer of ``w13`` to the four plain tensors.
+
+    Yields:
+        The list that calls append their rows to. For tests and diagnosis: slow, and it synchronises.
+    """
+    rows: list[Row] = []
+    run = Op.__call__
+
+    def both(self: Op, *args: Any) -> None:
+        op = self
+        if op.name in skip:
+            return run(op, *args)
+        copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+        run(op, *args)
+        if op.name == "mxfp4_moe" and plain and args[4].data_ptr() in plain:
+            copies[4:9] = [*plain[args[4].data_ptr()], "plain"]
+        op.load("torch")(*copies)
+        first = next(a for a in args if isinstance(a, torch.Tensor))
+        kernel = op.select(Target.of(first), args)
+        for got, want, argument in zip(args, copies, op._call._schema.arguments, strict=True):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if not written or argument.name == "scratch" or got is None or not got.numel():
+                continue
+            floats = got.dtype in _FLOATS
+            value = _distance(got, want) if floats else _differing(got, want)
+            rows.append(Row(op.name, argument.name, kernel, tuple(got.shape), floats, value))
+
+    Op.__call__ = both
+    try:
+        yield rows
+    finally:
+        Op.__call__ = run
+
+
+def report(rows: list[Row]) -> str:
+    """A line an op: its kernel, calls, worst distance of float outputs, worst share of differing others."""
+    lines = [f"{'op':<22}{'kernel':<16}{'rows':>6}{'distance':>12}{'differing':>12}"]
+    for name in sorted({row.op for row in rows}):
+        mine = [row for row in rows if row.op == name]
+        worst = [
+            max((row.value for row in mine if row.floats is floats), default=None) for floats in (True, False)
+        ]
+        cells = "".join(f"{'-' if w is None else format(w, '.2e'):>12}" for w in worst)
+        lines.append(f"{name:<22}{mine[0].kernel:<16}{len(mine):>6}{cells}")
+    return "\n".join(lines)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """1 - 2 <a, b> / (<a, a> + <b, b>) over finite places; infinite when the others are not the same."""
+    a, b = a.double(), b.double()
+    finite = a.isfinite() & b.isfinite()
+    if not torch.equal(a[~finite].nan_to_num(7.0), b[~finite].nan_to_num(7.0)):
+        return float("inf")
+    a, b = a[finite], b[finite]
+    total = (a * a + b * b).sum()
+    return float(1 - 2 * (a * b).sum() / total) if total > 0 else 0.0
+
+
+def _differing(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.dtype.itemsize == 1:
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    return float((a != b).double().mean())
