@@ -104,6 +104,14 @@ ERRORS: dict[str, Any] = {
         r"w: \[groups \* rank, in\], got \[32, 32\]",
     ),
     "grouped out": (lambda: ops.grouped_linear(G, W, out=X), r"out: \[2, 1, 32\] bfloat16, got \[2, 32\]"),
+    "scratch": (
+        lambda: ops.block_linear(X, W, scratch=torch.zeros(255, dtype=torch.uint8)),
+        r"block_linear: expected scratch: at least 256 bytes, got \[255\] uint8",
+    ),
+    "grouped scratch": (
+        lambda: ops.grouped_linear(G, W, scratch=torch.zeros(255, dtype=torch.uint8)),
+        r"grouped_linear: expected scratch: at least 256 bytes, got \[255\] uint8",
+    ),
     "linear w": (lambda: ops.linear(X, X[0]), r"linear: expected w: \[\*, \*\] bfloat16, got \[32\]"),
     "linear x": (lambda: ops.linear(X.float(), X), r"x: \[\*, 32\] bfloat16, got \[2, 32\] float32"),
     "linear dtype": (
@@ -124,3 +132,18 @@ def test_float64_needs_no_order() -> None:
     x, w, order = torch.randn(4, 256).to(BF16), torch.randn(8, 256).to(BF16), torch.randperm(256)
     with accumulate(torch.float64):
         assert torch.equal(ops.linear(x, w), ops.linear(x[:, order], w[:, order]))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_follows_the_sizes(dynamic: bool) -> None:
+    """One graph with no break: the scratch is a function that torch.compile can follow."""
+    torch._dynamo.reset()
+    w = tiles(torch.randn(64, 64))
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.block_linear(x, w), ops.grouped_linear(x[:, None], w)
+
+    graph = torch.compile(both, backend="eager", fullgraph=True, dynamic=dynamic)
+    for rows in (3, 200):
+        x = torch.randn(rows, 64).to(BF16)
+        assert all(torch.equal(a, b) for a, b in zip(graph(x), both(x), strict=True))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, output
+from ..._op import Kernel, Op, check, check_tensor, output, workspace
 from ...formats import MXFP8, FP8Tiles, fold_tiles
 from ..quant.api import mxfp8_operand
 
@@ -64,13 +64,16 @@ def num_splits(tokens: int, features: int, k: int) -> int:
     """
     if tokens > 128:
         return 1
-    tiles, blocks = -(-features // 128), -(-k // 128)
+    tiles, blocks = -(-features // 128), max(1, -(-k // 128))
 
-    def cost(splits: int) -> float:  # in tiles of one block of k, of the busiest multiprocessor
+    best, least = 1, math.inf  # a plain loop: torch.compile follows no min() by a key
+    for splits in range(1, min(12, blocks) + 1):
         second = 4 + splits * tiles / 132 if splits > 1 else 0  # the second pass, measured
-        return -(-tiles * splits // 132) * -(-blocks // splits) + second
-
-    return min(range(1, min(12, blocks) + 1), key=cost)
+        # In tiles of one block of k, of the busiest multiprocessor.
+        cost = -(-tiles * splits // 132) * -(-blocks // splits) + second
+        if cost < least:
+            best, least = splits, cost
+    return best
 
 
 def _sizes(tokens: int, features: int, k: int, numerics: str) -> list[tuple[torch.dtype, tuple[int, ...]]]:
@@ -109,22 +112,11 @@ def block_linear_scratch(
         A pure function of the sizes: the activations once for "fp8", and up to 12 f32 results of at most 128
         tokens.
     """
-    counts = {num_tokens, min(num_tokens, 128)}  # the second class needs less than the end of the first
-    return max(
-        sum(
-            -(-dtype.itemsize * math.prod(shape) // _ALIGN) * _ALIGN
-            for dtype, shape in _sizes(n, out_features, in_features, numerics)
-        )
-        for n in counts
-    )
-
-
-def _scratch(name: str, scratch: torch.Tensor | None, need: int, out: torch.Tensor) -> torch.Tensor:
-    if scratch is None:
-        return torch.empty(need, dtype=torch.uint8, device=out.device)
-    check_tensor(name, "scratch", scratch, (None,), torch.uint8, like=out)
-    check(len(scratch) >= need, name, f"scratch: at least {need} bytes", len(scratch))
-    return scratch
+    sizes = []
+    for n in (num_tokens, min(num_tokens, 128)):  # the second class needs less than the end of the first
+        parts = _sizes(n, out_features, in_features, numerics)
+        sizes.append(sum(-(-dtype.itemsize * math.prod(shape) // _ALIGN) * _ALIGN for dtype, shape in parts))
+    return max(sizes)
 
 
 def _check_weight(name: str, w: Any) -> None:
@@ -192,8 +184,7 @@ def block_linear(
     x = mxfp8_operand(name, x, w.values.shape[1], w.values)
     shape = (x.values.shape[0], w.values.shape[0])
     out = output(name, out, shape, torch.bfloat16, w.values)
-    need = 0 if out.device.type == "cpu" else block_linear_scratch(*shape, w.values.shape[1], numerics)
-    scratch = _scratch(name, scratch, need, out)
+    scratch = workspace(name, scratch, block_linear_scratch(*shape, w.values.shape[1], numerics), out)
     _BLOCK(*x.flat(), *w.flat(), numerics, out, scratch)
     return out
 
@@ -230,8 +221,7 @@ def grouped_linear(
     check(groups > 0 and w.values.shape[0] % groups == 0, name, "w: [groups * rank, in]", w.values)
     shape = (x.shape[0], groups, w.values.shape[0] // groups)
     out = output(name, out, shape, torch.bfloat16, x)
-    need = 0 if out.device.type == "cpu" else grouped_linear_scratch(*shape, w.values.shape[1])
-    scratch = _scratch(name, scratch, need, out)
+    scratch = workspace(name, scratch, grouped_linear_scratch(*shape, w.values.shape[1]), out)
     _GROUPED(x, *w.flat(), out, scratch)
     return out
 
