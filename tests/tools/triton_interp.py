@@ -7,6 +7,7 @@ says nothing about layouts, races between programs, or the last bit of exp.
 """
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -20,8 +21,14 @@ import torch
 
 
 def available() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether Triton is here, in a version whose interpreter works with this numpy."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    triton, numpy = (
+        tuple(int(part) for part in importlib.metadata.version(name).split(".")[:2])
+        for name in ("triton", "numpy")
+    )
+    return triton >= (3, 7) or numpy < (2, 4)  # 3.6 turns one-element arrays into numbers, which numpy ended
 
 
 @contextlib.contextmanager
