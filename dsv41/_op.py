@@ -5,6 +5,7 @@ import contextvars
 import functools
 import importlib
 import importlib.util
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -91,14 +92,47 @@ def output(
     return out
 
 
-def workspace(name: str, scratch: torch.Tensor | None, size: int, like: torch.Tensor) -> torch.Tensor:
-    """The caller's ``scratch`` after a check, or a new one: empty on a CPU, where references need none."""
+def workspace(
+    name: str,
+    scratch: torch.Tensor | None,
+    size: int,
+    like: torch.Tensor,
+    dtype: torch.dtype = torch.uint8,
+) -> torch.Tensor:
+    """The caller's ``scratch`` after a check, or a new one: empty on a CPU, where references need none.
+
+    Args:
+        size: elements of ``dtype`` that the call needs.
+    """
     if scratch is None:
-        return torch.empty(0 if like.device.type == "cpu" else size, dtype=torch.uint8, device=like.device)
-    check_tensor(name, "scratch", scratch, (None,), torch.uint8, like=like)
-    check(scratch.numel() >= size, name, f"scratch: at least {size} bytes", scratch)
+        return torch.empty(0 if like.device.type == "cpu" else size, dtype=dtype, device=like.device)
+    check_tensor(name, "scratch", scratch, (None,), dtype, like=like)
+    unit = "bytes" if dtype == torch.uint8 else "numbers"
+    check(scratch.numel() >= size, name, f"scratch: at least {size} {unit}", scratch)
     check(scratch.data_ptr() % 16 == 0, name, "scratch: at a multiple of 16 bytes", scratch.data_ptr())
     return scratch
+
+
+Parts = list[tuple[torch.dtype, tuple[int, ...]]]
+_PART_ALIGN = 256  # bytes: where a part of a scratch begins
+
+
+def _part_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return -(-dtype.itemsize * math.prod(shape) // _PART_ALIGN) * _PART_ALIGN
+
+
+def parts_bytes(parts: Parts) -> int:
+    """Bytes of a scratch that holds tensors of these types and shapes."""
+    return sum(_part_bytes(dtype, shape) for dtype, shape in parts)
+
+
+def split_scratch(scratch: torch.Tensor, parts: Parts) -> list[torch.Tensor]:
+    """The tensors of ``parts`` as views of a uint8 scratch of at least ``parts_bytes(parts)``."""
+    views, at = [], 0
+    for dtype, shape in parts:
+        views.append(scratch[at : at + dtype.itemsize * math.prod(shape)].view(dtype).view(shape))
+        at += _part_bytes(dtype, shape)
+    return views
 
 
 @dataclass(frozen=True)

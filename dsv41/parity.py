@@ -62,7 +62,7 @@ def compare(*skip: str, plain: dict[int, tuple[torch.Tensor, ...]] | None = None
             if not written or argument.name == "scratch" or got is None or not got.numel():
                 continue
             floats = got.dtype in _FLOATS
-            value = _distance(got, want) if floats else _differing(got, want)
+            value = _finite_distance(got, want) if floats else _differing(got, want)
             rows.append(Row(op.name, argument.name, kernel, tuple(got.shape), floats, value))
 
     Op.__call__ = both
@@ -85,15 +85,18 @@ def report(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """1 - 2 <a, b> / (<a, a> + <b, b>) over finite places; infinite when the others are not the same."""
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """1 - 2 <a, b> / (<a, a> + <b, b>) in float64: 0 for equals, NaN where either holds one."""
     a, b = a.double(), b.double()
-    finite = a.isfinite() & b.isfinite()
-    if not torch.equal(a[~finite].nan_to_num(7.0), b[~finite].nan_to_num(7.0)):
-        return float("inf")
-    a, b = a[finite], b[finite]
     total = (a * a + b * b).sum()
-    return float(1 - 2 * (a * b).sum() / total) if total > 0 else 0.0
+    return 0.0 if total == 0 else float(1 - 2 * (a * b).sum() / total)
+
+
+def _finite_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The distance over finite places; infinite when the others are not the same."""
+    finite = a.isfinite() & b.isfinite()
+    same = torch.equal(a[~finite].nan_to_num(7.0), b[~finite].nan_to_num(7.0))
+    return distance(a[finite], b[finite]) if same else float("inf")
 
 
 def _differing(a: torch.Tensor, b: torch.Tensor) -> float:

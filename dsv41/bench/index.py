@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..cache import PagedKV, Record
 from ..formats import MXFP4, quantize_mxfp4
 from ..ops.index.api import index_topk_scratch
 from . import results
+from .gpu_time import graph_us
 
 HEADS, DIM, TOP_K, PAGE, REQUESTS = 32, 128, 512, 64, 64
 
@@ -49,27 +50,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         results.append(args.json, rows)
     return 0 if all(row.get("parity", True) for row in rows) else 1
-
-
-def graph_us(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
-    """Median microseconds of one of ``calls``, all captured one behind the other in a CUDA graph."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return sorted(times)[len(times) // 2]
 
 
 class Case:

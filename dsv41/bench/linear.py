@@ -16,6 +16,7 @@ import torch
 from .._op import Unsupported
 from ..formats import E4M3, E8M0, MXFP8, FP8Tiles
 from ..ops import block_linear, block_linear_scratch, grouped_linear, linear, pack_linear
+from ..parity import distance
 from . import results
 from .gpu_time import graph_us
 
@@ -77,12 +78,6 @@ def make_weight(rows: int, k: int) -> MXFP8:
 def make_rows(tokens: int, k: int) -> MXFP8:
     """Random MXFP8 rows with scales of 2^-11 to 2^-7."""
     return MXFP8(_values(tokens, k), _codes(tokens, k // 32))
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """1 - 2 <a, b> / (<a, a> + <b, b>)."""
-    a, b = a.double(), b.double()
-    return float(1 - 2 * (a * b).sum() / (a * a + b * b).sum())
 
 
 def _row(

@@ -9,6 +9,7 @@ from dsv41_reference.cache import _parts
 
 from dsv41 import ops, use
 from dsv41.cache import PagedKV, Record
+from dsv41.parity import distance
 
 BF16, WIDTH, SCALE = torch.bfloat16, 512, 512**-0.5
 
@@ -132,13 +133,6 @@ def inputs(case: Case, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if case.sink is not None:
         sink = case.sink + torch.randn(case.heads, device=device)
     return (q, *caches), {"scale": case.width**-0.5, "sink": sink, "return_lse": True}
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """1 - 2 <a, b> / (<a, a> + <b, b>) in float64; 0 for equal zeros."""
-    a, b = a.double().flatten(), b.double().flatten()
-    total = float(a @ a + b @ b)
-    return 1 - 2 * float(a @ b) / total if total else 0.0
 
 
 def compare(

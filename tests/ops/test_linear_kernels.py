@@ -10,6 +10,7 @@ from dsv41._op import use
 from dsv41.formats import E8M0, MXFP8, FP8Tiles, quantize_mxfp8
 from dsv41.ops import block_linear, block_linear_scratch, grouped_linear, linear, pack_linear
 from dsv41.ops._tilelang import HERE, device_source
+from dsv41.parity import distance
 from tests.tools.cuda_emu import SHARED, available, emulate, tensor_map
 
 needs_gpp = pytest.mark.skipif(not available(), reason="needs g++")
@@ -22,11 +23,6 @@ TILES = {
     "decode256": (1, 2, 1, 256, 64),
     "prefill": (2, 1, 2, 128, 64),
 }
-
-
-def distance(a, b):
-    a, b = a.double(), b.double()
-    return float(1 - 2 * (a * b).sum() / (a * a + b * b).sum())
 
 
 def make_weight(rows, k, device="cpu", fp8=False) -> Any:

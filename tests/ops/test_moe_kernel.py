@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from dsv41._op import Target, use
+from dsv41._op import Target, split_scratch, use
 from dsv41._op import ops as registered
 from dsv41.formats import MXFP4Experts, quantize_mxfp4, quantize_mxfp8
 from dsv41.ops import mxfp4_moe, pack_experts
 from dsv41.ops._tilelang import HERE, device_source
 from dsv41.ops.moe.api import mxfp4_moe_scratch, scratch_parts
+from dsv41.parity import distance
 from tests.tolerance import DOT_BF16
 from tests.tools.cuda_emu import SHARED, EmulationError, available, emulate
 
@@ -28,12 +29,6 @@ def clone(e):
     return MXFP4Experts(e.w13.clone(), e.w13_scale.clone(), e.w2.clone(), e.w2_scale.clone())
 
 
-def distance(a, b):
-    a, b = a.double(), b.double()
-    total = (a * a + b * b).sum()
-    return float(1 - 2 * (a * b).sum() / total) if total else 0.0
-
-
 def emulate_moe(x, ids, weights, experts, limit, shape, rows=16, shared=None):
     """`mxfp4_moe` launch by launch in the emulator. shape: (m_blocks, k_groups, native)."""
     (tokens, top_k), hidden, inter, n = ids.shape, experts.hidden, experts.inter, experts.num_experts
@@ -46,7 +41,7 @@ def emulate_moe(x, ids, weights, experts, limit, shape, rows=16, shared=None):
     if EDIT:
         source = source.replace(*EDIT)
     scratch = torch.full((mxfp4_moe_scratch(tokens, top_k, n, hidden, inter),), 255, dtype=torch.uint8)
-    parts = scratch_parts(scratch, tokens, top_k, n, hidden, inter)
+    parts = split_scratch(scratch, scratch_parts(tokens, top_k, n, hidden, inter))
     begins, order, expanded, inner, inner_scale, assigned = parts
     values, scale = (t.view(torch.uint8) for t in quantize_mxfp8(x).flat())
     args = [ids, values, scale, tokens, top_k, n, begins, order, expanded, SHARED]

@@ -62,15 +62,6 @@ __device__ __forceinline__ void bulk_copy(void* dst, const void* src, uint32_t b
       "l"(src), "r"(bytes), "r"(smem_address(bar))
       : "memory");
 }
-// As bulk_copy, for bytes that nobody reads again: they leave the L2 first.
-__device__ __forceinline__ void bulk_copy_once(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
-  asm volatile(
-      "{\n.reg .b64 policy;\n createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1], %2, [%3], policy;\n}\n" ::"r"(smem_address(dst)),
-      "l"(src), "r"(bytes), "r"(smem_address(bar))
-      : "memory");
-}
 // The copy engine: 128 bytes of each row of a box (its height is in the map) from byte `column` of row `row` on, to
 // a tile as swizzle_128 lays it out; rows beyond the tensor's end become zeros. `map`: a two-dimensional
 // CUtensorMap of bytes, a __grid_constant__ parameter.

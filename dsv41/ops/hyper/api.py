@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, output
+from ..._op import Kernel, Op, check, check_tensor, output, workspace
 from ...formats import MXFP8
 from ..quant.api import quantised_output
 
@@ -90,14 +90,8 @@ def mhc_scratch(num_tokens: int, hidden: int) -> int:
     return num_tokens * WIDTH * parts(num_tokens, hidden)[0]
 
 
-def _scratch(name: str, scratch: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """The caller's scratch after a check, or a new one; the reference on a CPU needs none."""
-    size = 0 if x.device.type == "cpu" else mhc_scratch(x.shape[0], x.shape[2])
-    if scratch is None:
-        return torch.empty(size, dtype=torch.float32, device=x.device)
-    check_tensor(name, "scratch", scratch, (None,), torch.float32, like=x)
-    check(scratch.numel() >= size, name, f"scratch: at least {size} numbers", scratch)
-    return scratch
+def _workspace(name: str, scratch: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return workspace(name, scratch, mhc_scratch(x.shape[0], x.shape[2]), x, torch.float32)
 
 
 def mhc_mixes(
@@ -151,7 +145,7 @@ def mhc_mixes(
         output(name, given[1], (tokens, streams), torch.float32, x, "out post"),
         output(name, given[2], (tokens, streams, streams), torch.float32, x, "out comb"),
     )
-    _MIXES(x, fn, base, scale, norm_eps, eps, iters, *out, _scratch(name, scratch, x))
+    _MIXES(x, fn, base, scale, norm_eps, eps, iters, *out, _workspace(name, scratch, x))
     return out
 
 
@@ -282,6 +276,6 @@ def mhc_boundary(
     q = quantised_output(name, MXFP8, None, (tokens, hidden), x)
     _BOUNDARY(
         y, x, post, comb, pre, fn, base, scale, weight, norm_eps, eps, iters, floor, out, *following, norm,
-        *q.flat(), collapsed, _scratch(name, scratch, x),
+        *q.flat(), collapsed, _workspace(name, scratch, x),
     )  # fmt: skip
     return Boundary(out, *following, norm, q)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, output, workspace
+from ..._op import Kernel, Op, Parts, check, check_tensor, output, parts_bytes, workspace
 from ...formats import MXFP8, FP8Tiles, fold_tiles
 from ..quant.api import mxfp8_operand
 
@@ -54,7 +54,6 @@ _LINEAR = Op(
     package=__package__,
     kernels=(Kernel("torch_cuda", "cuda"),),
 )
-_ALIGN = 256
 
 
 def num_splits(tokens: int, features: int, k: int) -> int:
@@ -76,8 +75,8 @@ def num_splits(tokens: int, features: int, k: int) -> int:
     return best
 
 
-def _sizes(tokens: int, features: int, k: int, numerics: str) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Parts of the scratch: coarser activations and their scales, and the sums of the shares of k."""
+def scratch_parts(tokens: int, features: int, k: int, numerics: str) -> Parts:
+    """The scratch of a call: coarser activations and their scales, and the sums of the shares of k."""
     coarse = tokens if numerics == "fp8" else 0
     splits = num_splits(tokens, features, k)
     return [
@@ -85,18 +84,6 @@ def _sizes(tokens: int, features: int, k: int, numerics: str) -> list[tuple[torc
         (torch.uint8, (coarse, k // 128)),
         (torch.float32, (splits * tokens * features if splits > 1 else 4,)),
     ]
-
-
-def linear_parts(
-    scratch: torch.Tensor, tokens: int, features: int, k: int, numerics: str
-) -> list[torch.Tensor]:
-    """The scratch of a call as the tensors that its kernels pass on."""
-    parts, at = [], 0
-    for dtype, shape in _sizes(tokens, features, k, numerics):
-        size = dtype.itemsize * math.prod(shape)
-        parts.append(scratch[at : at + size].view(dtype).view(shape))
-        at += -(-size // _ALIGN) * _ALIGN
-    return parts
 
 
 def block_linear_scratch(
@@ -112,11 +99,9 @@ def block_linear_scratch(
         A pure function of the sizes: the activations once for "fp8", and up to 12 f32 results of at most 128
         tokens.
     """
-    sizes = []
-    for n in (num_tokens, min(num_tokens, 128)):  # the second class needs less than the end of the first
-        parts = _sizes(n, out_features, in_features, numerics)
-        sizes.append(sum(-(-dtype.itemsize * math.prod(shape) // _ALIGN) * _ALIGN for dtype, shape in parts))
-    return max(sizes)
+    few = min(num_tokens, 128)  # the second class needs less than the end of the first
+    parts = [scratch_parts(n, out_features, in_features, numerics) for n in (num_tokens, few)]
+    return max(parts_bytes(parts[0]), parts_bytes(parts[1]))
 
 
 def _check_weight(name: str, w: Any) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import tilelang.language as T
 import torch
 
-from ..._op import compiled
+from ..._op import compiled, split_scratch
 from .._tilelang import build, device_source
-from .api import linear_parts, num_splits
+from .api import num_splits, scratch_parts
 
 SMS = 132  # blocks of the persistent product; any number is right
 THREADS = 256
@@ -207,7 +207,7 @@ def block_linear(x, x_scale, w, w_scale, numerics, out, scratch):
     if tokens == 0:
         return
     splits = num_splits(tokens, features, k)
-    values, scale, parts = linear_parts(scratch, tokens, features, k, numerics)
+    values, scale, parts = split_scratch(scratch, scratch_parts(tokens, features, k, numerics))
     x, w = x.view(torch.uint8), w.view(torch.uint8)
     if numerics == "fp8":
         _coarsen(arch)(x, x_scale, values, scale)
@@ -224,7 +224,7 @@ def grouped_linear(x, w, w_scale, out, scratch):
     if tokens == 0:
         return
     splits = num_splits(tokens, rows, k)
-    _, _, parts = linear_parts(scratch, tokens, rows, k, "exact")
+    _, _, parts = split_scratch(scratch, scratch_parts(tokens, rows, k, "exact"))
     product = _grouped("decode" if tokens <= 128 else "prefill", arch)
     product(x.view(torch.uint8).view(tokens, -1), w.view(torch.uint8), w_scale, out, parts, splits)
     if splits > 1:

@@ -1,12 +1,11 @@
 """Mixture of experts with MXFP4 weights."""
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, check_values, output, workspace
+from ..._op import Kernel, Op, Parts, check, check_tensor, check_values, output, parts_bytes, workspace
 from ...formats import MXFP8, MXFP4Experts
 from .._tilelang import pack
 from ..quant.api import mxfp8_operand
@@ -30,14 +29,11 @@ _MOE = Op(
     package=__package__,
     kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper),),
 )
-_ALIGN = 256
 
 
-def _sizes(
-    tokens: int, top_k: int, experts: int, hidden: int, inter: int
-) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """The parts of the scratch: first position of each expert, assignment of each position, the rows (bf16,
-    or only their scales), the inner activations (bf16, or E4M3 in the first half) and their scales, and one
+def scratch_parts(tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> Parts:
+    """The scratch of a call: first position of each expert, assignment of each position, the rows (bf16, or
+    only their scales), the inner activations (bf16, or E4M3 in the first half) and their scales, and one
     output row an assignment.
     """
     rows = tokens * top_k
@@ -56,20 +52,7 @@ def mxfp4_moe_scratch(num_tokens: int, top_k: int, num_experts: int, hidden: int
 
     About ``num_tokens * (2 * hidden + top_k * (2 * inter + 2 * hidden))``; a pure function of the sizes.
     """
-    parts = _sizes(num_tokens, top_k, num_experts, hidden, inter)
-    return sum(-(-dtype.itemsize * math.prod(shape) // _ALIGN) * _ALIGN for dtype, shape in parts)
-
-
-def scratch_parts(
-    scratch: torch.Tensor, tokens: int, top_k: int, experts: int, hidden: int, inter: int
-) -> list[torch.Tensor]:
-    """The scratch of a call as the tensors that its kernels pass on."""
-    parts, at = [], 0
-    for dtype, shape in _sizes(tokens, top_k, experts, hidden, inter):
-        size = dtype.itemsize * math.prod(shape)
-        parts.append(scratch[at : at + size].view(dtype).view(shape))
-        at += -(-size // _ALIGN) * _ALIGN
-    return parts
+    return parts_bytes(scratch_parts(num_tokens, top_k, num_experts, hidden, inter))
 
 
 def pack_experts(experts: MXFP4Experts) -> MXFP4Experts:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import tilelang.language as T
 import torch
 
-from ..._op import compiled
+from ..._op import compiled, split_scratch
 from .._tilelang import HERE, build, device_source
 from .api import scratch_parts
 
@@ -221,7 +221,8 @@ def mxfp4_moe(
     experts, inter, hidden = w13.shape[0], w13.shape[1] // 2, out.shape[1]
     launch(
         x, x_scale, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale, limit, shared, out,
-        scratch_parts(scratch, tokens, top_k, experts, hidden, inter), max_rows(tokens, top_k, experts),
+        split_scratch(scratch, scratch_parts(tokens, top_k, experts, hidden, inter)),
+        max_rows(tokens, top_k, experts),
     )  # fmt: skip
 
 

@@ -15,7 +15,6 @@ inline void named_barrier(int id, int threads) { emu::sync_block("named_barrier"
 inline void named_barrier_arrive(int id, int threads) { emu::sync_block("named_barrier_arrive", id, threads, false); }
 
 inline void bulk_copy(void* dst, const void* src, uint32_t bytes, uint64_t* bar) { emu::bulk_copy(dst, src, bytes, bar); }
-inline void bulk_copy_once(void* dst, const void* src, uint32_t bytes, uint64_t* bar) { emu::bulk_copy(dst, src, bytes, bar); }
 // The map of an emulation is a tensor of bytes (see tensor_map): rows, bytes a row, rows of a box as 64-bit numbers,
 // zeros, and from byte 1,024 on the data.
 inline void tile_copy(void* dst, const void* map, int column, int row, uint64_t* bar) {
