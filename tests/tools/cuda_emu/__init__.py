@@ -23,7 +23,7 @@ import torch
 HERE = Path(__file__).parent
 _FILES = ("runtime.h", "state.h", "wgmma.h", "runtime.cpp", "emu.h", "emu_types.h", "emu_hopper.h")
 # Distributions switch on checks that take a jump to another fiber's stack for a broken program.
-_FIBERS = ["-U_FORTIFY_SOURCE", "-fcf-protection=none"]
+_FIBERS = ["-U_FORTIFY_SOURCE", "-fcf-protection=none", "-fno-omit-frame-pointer"]
 _KERNEL_FLAGS = [
     *_FIBERS, "-std=c++20", "-O1", "-g", "-w", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing",
     "-fsanitize=kernel-address", "--param", "asan-instrumentation-with-call-threshold=0",

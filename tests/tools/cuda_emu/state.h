@@ -3,7 +3,6 @@
 #include "runtime.h"
 
 #include <dlfcn.h>
-#include <execinfo.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -164,14 +163,22 @@ std::string who(int t) {
     error += where + who(current) + "]";
   }
   if (current >= 0) {  // where: offsets in this library, for addr2line
-    void* frames[24];
+    // Frame pointers, not backtrace(): libgcc's unwinder may abort on the stack of a fiber.
+    const auto within = [](void** frame, const void* stack, size_t size) {
+      const auto at = reinterpret_cast<uintptr_t>(frame) - reinterpret_cast<uintptr_t>(stack);
+      return at + 2 * sizeof(void*) <= size && at % sizeof(void*) == 0;
+    };
+    const ucontext_t& fiber = threads[current].context;
+    auto** frame = static_cast<void**>(__builtin_frame_address(0));
     Dl_info info;
-    const int depth = backtrace(frames, 24);
-    for (int i = 0; i < depth; ++i)
-      if (dladdr(frames[i], &info) && info.dli_fbase) {
-        snprintf(where, sizeof where, "\n@%#zx", static_cast<char*>(frames[i]) - static_cast<char*>(info.dli_fbase) - 1);
+    for (int i = 0; i < 24; ++i) {  // {frame of the caller, return address}
+      if (!within(frame, fiber.uc_stack.ss_sp, kStack) && !within(frame, signal_stack, sizeof signal_stack)) break;
+      if (dladdr(frame[1], &info) && info.dli_fbase) {
+        snprintf(where, sizeof where, "\n@%#zx", static_cast<char*>(frame[1]) - static_cast<char*>(info.dli_fbase) - 1);
         error += where;
       }
+      frame = static_cast<void**>(*frame);
+    }
   }
   current = -1;
   _longjmp(bail, 1);
