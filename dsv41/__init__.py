@@ -11,7 +11,9 @@ from .config import V41FlashConfig
 
 if TYPE_CHECKING:
     from . import cache, eplb, formats, layers, ops, replay, spec
+    from .memory import plan_memory
 
+_HOMES = {"plan_memory": "memory"}  # functions whose modules load on first use
 _SUBPACKAGES = ("cache", "eplb", "formats", "layers", "ops", "replay", "spec")
 __all__ = [
     "Target",
@@ -25,6 +27,7 @@ __all__ = [
     "layers",
     "no_compile",
     "ops",
+    "plan_memory",
     "replay",
     "spec",
     "use",
@@ -32,6 +35,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     if name in _SUBPACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
