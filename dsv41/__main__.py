@@ -1,4 +1,4 @@
-"""``python -m dsv41``: demo, bench, plan, eplb."""
+"""``python -m dsv41``: demo, doctor, parity, plan, bench, eplb."""
 
 import argparse
 import importlib
@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "demo": ("dsv41.demo", "run the whole model on real text and check every stage"),
     "bench": ("dsv41.bench", "measure; see bench --help for the parts"),
+    "doctor": ("dsv41.doctor", "versions, devices, the kernel every op would take, and what is missing"),
     "plan": ("dsv41.memory", "memory of one rank by part, and how many requests fit"),
     "eplb": ("dsv41.eplb.cli", "plan expert placements from measured loads"),
 }

@@ -1,0 +1,151 @@
+"""``python -m dsv41 doctor``: what this machine has, the kernel every op would take, and what is missing."""
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from . import __version__
+from ._op import Target, _installed, check, ops
+
+# Package (or program): (distributions that bring it, what to install, what it is for).
+PACKAGES = {
+    "tilelang": (("tilelang",), "pip install 'dsv41[cuda]' (on Ascend: 'dsv41[npu]')", "most kernels"),
+    "triton": (("triton",), "pip install 'dsv41[cuda]'", "portable CUDA kernels"),
+    "nvcc": (
+        ("nvidia-cuda-nvcc",),
+        "a CUDA toolkit on PATH, or pip install nvidia-cuda-nvcc",
+        "compiles TileLang kernels",
+    ),
+    "torch_npu": (("torch-npu",), "pip install 'dsv41[npu]'", "torch on Ascend"),
+    "numba": (("numba",), "pip install 'dsv41[eplb]'", "compiled loops of dsv41.eplb"),
+    "tokenizers": (("tokenizers",), "pip install 'dsv41[text]'", "python -m dsv41 demo"),
+    "xgrammar": (("xgrammar",), "pip install 'dsv41[grammar]'", "grammars for apply_token_bitmask"),
+}
+_ACCELERATOR = {"cuda": ("tilelang", "triton", "nvcc"), "npu": ("tilelang", "torch_npu"), "cpu": ()}
+
+
+def parse_target(text: str) -> Target:
+    """A target by name: ``cpu``, ``npu``, ``cuda:90`` (the architecture behind the colon).
+
+    Errors: ValueError for anything else.
+    """
+    device, _, arch = text.partition(":")
+    good = (device in ("cpu", "npu") and not arch) or (device == "cuda" and arch.isdecimal())
+    check(good, "doctor", "target: cpu, npu or cuda:<architecture> (cuda:90, cuda:100)", text)
+    return Target(device, int(arch) if arch else None)
+
+
+def present_targets() -> dict[str, Target]:
+    """Targets of the accelerators that torch sees here, by what to print; the CPU where there is none."""
+    found: dict[str, Target] = {}
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(i)
+            size = properties.total_memory / 2**30
+            target = Target("cuda", 10 * properties.major + properties.minor)
+            found[f"cuda:{i} {properties.name}, {size:.1f} GiB, sm{target.arch}"] = target
+    npu = getattr(torch, "npu", None)
+    if npu is not None and npu.is_available():
+        found |= {f"npu:{i} {npu.get_device_name(i)}": Target("npu") for i in range(npu.device_count())}
+    return found or {"no accelerator; ops run their PyTorch reference": Target("cpu")}
+
+
+def diagnose(target: Target) -> list[dict[str, Any]]:
+    """A row an op: the kernel that a call would take on ``target``, None for none, and every candidate's
+    reason. Shapes and layouts of a call are not known here; they can still refuse.
+    """
+    rows = []
+    for name, op in sorted(ops().items()):
+        candidates = op.explain(target)
+        chosen = next((kernel for kernel, reason in candidates if reason is None), None)
+        refused = {kernel: reason for kernel, reason in candidates if reason and kernel != "torch"}
+        rows.append({"op": name, "kernel": chosen, "refused": refused})
+    return rows
+
+
+def versions() -> dict[str, str]:
+    """What is installed, by name; ``-`` for what is not."""
+    found = {"dsv41": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        found["torch's CUDA"] = torch.version.cuda
+    for package, (distributions, _, _) in PACKAGES.items():
+        found[package] = _version(package, distributions)
+    return found
+
+
+def _version(package: str, distributions: tuple[str, ...]) -> str:
+    if not _installed(package):
+        return "-"
+    for distribution in distributions:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return shutil.which(package) or "installed"
+
+
+def missing(target: Target) -> list[str]:
+    """A line for every package that kernels of this device need and that is not installed."""
+    lines = []
+    for package in _ACCELERATOR[target.device]:
+        if not target.has(package):
+            _, install, use = PACKAGES[package]
+            lines.append(f"{package} ({use}): {install}")
+    return lines
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `doctor`."""
+    parser.add_argument("--target", help="cpu, npu, cuda:90, cuda:100: ask about a machine that is not here")
+    parser.add_argument(
+        "--installed", action="store_true", help="with --target: as if every package were installed"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 1 when an op has no kernel on a device that is here, else 0."""
+    made_up = args.target is not None
+    try:
+        targets = {f"asked for: {args.target}": parse_target(args.target)} if made_up else present_targets()
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    if args.installed:
+        targets = {name: replace(t, packages=frozenset(PACKAGES)) for name, t in targets.items()}
+    reports = {name: diagnose(target) for name, target in targets.items()}
+    bare = any(row["kernel"] is None for rows in reports.values() for row in rows)
+    if args.json:
+        needed = {name: missing(target) for name, target in targets.items()}
+        print(json.dumps({"versions": versions(), "targets": reports, "missing": needed}))
+        return int(bare and not made_up)
+    print(f"platform      {platform.platform()}")
+    for name, version in versions().items():
+        print(f"{name:<14}{version}")
+    for name, target in targets.items():
+        print(f"\n{name}\n")
+        for row in reports[name]:
+            print(_line(row, target))
+        needed = missing(target)
+        print("".join(f"\nmissing: {line}" for line in needed), end="\n" if needed else "")
+    if bare:
+        print("\nAn op without a kernel raises Unsupported; dsv41.use('torch') asks for its reference.")
+    return int(bare and not made_up)
+
+
+def _line(row: dict[str, Any], target: Target) -> str:
+    """``op  kernel  (passed over: reasons)``; kernels of other devices are not worth a word."""
+    reasons = [
+        f"{kernel}: {reason}"
+        for kernel, reason in row["refused"].items()
+        if not reason.startswith("built for") or reason.startswith("built for sm")
+    ]
+    if row["kernel"] is None and not reasons:
+        reasons = [f"no kernel for {target.device} exists"]
+    chosen = "torch (reference)" if row["kernel"] == "torch" else row["kernel"] or "NONE"
+    return f"{row['op']:<22}{chosen:<19}{'; '.join(reasons)}".rstrip()

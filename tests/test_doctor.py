@@ -1,0 +1,54 @@
+"""The doctor says for any target what would run and why, on a machine without an accelerator too."""
+
+import json
+
+import pytest
+import torch
+
+from dsv41 import doctor
+from dsv41.__main__ import main
+from dsv41._op import Target, ops
+
+
+def test_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor"])
+    text = capsys.readouterr().out
+    assert all(name in text for name in ops()) and "torch" in text and "dsv41" in text
+    if not torch.cuda.is_available():
+        assert code == 0 and "no accelerator" in text and "NONE" not in text
+
+
+@pytest.mark.parametrize("target", ["cuda:90", "cuda:100", "cuda:75", "npu", "cpu"])
+def test_made_up_targets(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--target", target, "--json", "--installed"]) == 0
+    rows = json.loads(capsys.readouterr().out)["targets"][f"asked for: {target}"]
+    assert [row["op"] for row in rows] == sorted(ops())
+    chosen = {row["op"]: row["kernel"] for row in rows}
+    if target == "cpu":
+        assert set(chosen.values()) == {"torch"}
+    if target == "cuda:90":
+        assert chosen["mxfp4_moe"] == "tilelang_cuda" and None not in chosen.values()
+    if target == "cuda:75":
+        assert chosen["mxfp4_moe"] is None
+        assert "built for sm90" in next(r for r in rows if r["op"] == "mxfp4_moe")["refused"]["tilelang_cuda"]
+    assert "torch" not in chosen.values() or target == "cpu"  # an accelerator never falls to the reference
+
+
+def test_what_is_missing_and_how_to_get_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = Target("cuda", 90, packages=frozenset({"triton"}))
+    assert [line.split()[0] for line in doctor.missing(bare)] == ["tilelang", "nvcc"]
+    assert "dsv41[cuda]" in doctor.missing(bare)[0]
+    assert doctor.missing(Target("cpu")) == []
+    monkeypatch.setattr(doctor, "present_targets", lambda: {"made up": bare})
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "package 'tilelang' is not installed" in text and "missing: tilelang" in text
+    assert "dsv41.use('torch')" in text
+
+
+@pytest.mark.parametrize("target", ["cuda", "cuda:x", "tpu", "cpu:1", ""])
+def test_bad_target(target: str) -> None:
+    with pytest.raises(SystemExit, match="doctor: expected target: cpu, npu or cuda"):
+        main(["doctor", "--target", target])
