@@ -107,6 +107,16 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
         "values": quantize_mxfp8(torch.randn(4, 32)).values,
         "scale": quantize_mxfp8(torch.randn(4, 32)).scale,
     },
+    "exchange_combine": lambda n: {"rows": bf16(4, 32), "place": ints(n, 2), "shared": bf16(n, 32)},
+    "exchange_pack": lambda n: {
+        "x": bf16(n, 32),
+        "weights": torch.rand(n, 2),
+        "slots": ints(n, 2),
+        "source": torch.arange(2 * n, dtype=I32),
+        "slots_per_rank": 2,
+    },
+    "exchange_plan": lambda n: {"slots": ints(n, 2), "num_ranks": 2, "slots_per_rank": 2},
+    "exchange_unpack": lambda n: {"records": ints(n, 64, below=99).to(torch.uint8), "hidden": 32},
     "grouped_linear": lambda n: {"x": bf16(n, 2, 32), "w": tiles(64, 32)},
     "index_query": lambda n: {"x": bf16(n, 2, 32), **rope_pair(n)},
     "index_topk": index,
@@ -248,6 +258,8 @@ def test_no_tokens(name: str) -> None:
     result = call(name, **arguments)
     if result is None:
         assert (arguments["cache"].pages == 0).all()
+    elif name == "exchange_plan":  # its last result is a count a rank
+        assert result[0].shape == (0, 2) and not result[1].numel() and result[2].tolist() == [0, 0]
     else:
         assert all(x.shape[0] == 0 for x in tensors(result))
 

@@ -29,7 +29,7 @@ RULES: dict[str, set[str]] = {
     "dsv41.config": {"dsv41._op"},
     "dsv41.formats": {"torch", "dsv41._op", "dsv41_reference"},
     "dsv41.cache": {"torch", "dsv41._op", "dsv41_reference"},
-    "dsv41.ops": {"torch", *LOW},
+    "dsv41.ops": {"torch", "dsv41._version", *LOW},
     "dsv41.layers": {"torch", "numpy", "safetensors", "tqdm", "dsv41.ops", "dsv41_reference.rope", *LOW},
     "dsv41.spec": {"torch", "numpy", "dsv41.ops", *LOW},
     "dsv41.eplb": {"numpy", "numba"},

@@ -4,6 +4,7 @@ from .attn import sparse_attn
 from .compress import compress_pairs, copy_records, write_cache
 from .draft import markov_bias
 from .engram import engram_gate, engram_hash, engram_lookup
+from .exchange.api import exchange_combine, exchange_pack, exchange_plan, exchange_unpack
 from .hyper import mhc_boundary, mhc_collapse, mhc_expand, mhc_mixes
 from .index import index_query, index_topk, topk
 from .linear import block_linear, block_linear_scratch, grouped_linear, linear, pack_linear
@@ -22,6 +23,10 @@ __all__ = [
     "engram_gate",
     "engram_hash",
     "engram_lookup",
+    "exchange_combine",
+    "exchange_pack",
+    "exchange_plan",
+    "exchange_unpack",
     "grouped_linear",
     "index_query",
     "index_topk",

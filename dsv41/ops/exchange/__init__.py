@@ -1,0 +1,21 @@
+from .api import exchange_combine, exchange_pack, exchange_plan, exchange_unpack, record_bytes
+from .handle import Exchange, Flight
+from .peers import agree, facts
+from .transport import GroupTransport, LocalTransport, PeerLost, Transport, deepep_transport
+
+__all__ = [
+    "Exchange",
+    "Flight",
+    "GroupTransport",
+    "LocalTransport",
+    "PeerLost",
+    "Transport",
+    "agree",
+    "deepep_transport",
+    "exchange_combine",
+    "exchange_pack",
+    "exchange_plan",
+    "exchange_unpack",
+    "facts",
+    "record_bytes",
+]
