@@ -9,6 +9,7 @@ COMMANDS = {
     "demo": ("dsv41.demo", "run the whole model on real text and check every stage"),
     "bench": ("dsv41.bench", "measure; see bench --help for the parts"),
     "doctor": ("dsv41.doctor", "versions, devices, the kernel every op would take, and what is missing"),
+    "parity": ("dsv41.parity_cli", "kernels against the reference on a checkpoint, layer by layer"),
     "plan": ("dsv41.memory", "memory of one rank by part, and how many requests fit"),
     "eplb": ("dsv41.eplb.cli", "plan expert placements from measured loads"),
 }

@@ -21,10 +21,10 @@ import torch
 from dsv41_reference import accumulate, keep_weights
 from dsv41_reference.model import V41Reference
 
-from .cache import page_slots
 from .config import V41FlashConfig
 from .layers import V41Flash, V41State, weights
 from .layers.engram import TokenMap
+from .parity import cache_differences, largest
 
 CHUNKS = (1, 511, 512, 300, 213, 640)
 
@@ -117,34 +117,6 @@ def read_text(path: str | None) -> str:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SystemExit(f"demo: expected a UTF-8 text file, got {path} ({error})") from error
-
-
-def largest(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest absolute difference; infinite where exactly one of the two is not finite or bits differ in
-    kind.
-    """
-    if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
-        return float("inf")
-    return float((a - b).abs().max()) if a.numel() else 0.0
-
-
-def cache_difference(state: V41State, trace: dict[str, torch.Tensor], length: int) -> float:
-    """Largest difference between the records of request 0 and what the dense model says they must hold."""
-    cfg, worst = state.cfg, 0.0
-    for i in range(cfg.num_layers):
-        ring = state.windows[i]
-        place = torch.arange(max(0, length - cfg.window), length)
-        worst = max(worst, largest(ring.read(place % ring.page_size), trace[f"window.{i}"][place].float()))
-    for i in cfg.kv_sources:
-        ratio = cfg.compress_ratios[i]
-        for name, cache in (("compressed", state.compressed[i]), ("index_key", state.index_keys[i])):
-            entries = torch.arange(length // ratio)
-            slots = page_slots(entries[None], torch.zeros(1), state.page_table, cache.page_size)[0]
-            worst = max(worst, largest(cache.read(slots), trace[f"{name}.{i}"][: length // ratio].float()))
-        if ratio == 2 and length % 2:
-            held = state.carry[i][0, (length - 1) % state.carry[i].shape[1]]
-            worst = max(worst, largest(held, trace[f"carry.{i}"][length - 1]))
-    return worst
 
 
 def place(start: int, count: int) -> torch.Tensor:
@@ -244,7 +216,7 @@ def stages(args: argparse.Namespace, report: Report, folder: Path) -> None:
     if args.decode:
         difference = largest(steps, want[len(checked) :])
         report.add("decode logits", args.decode, difference, "decode = prefill = dense")
-    difference = cache_difference(state, trace, len(tokens))
+    difference = max(cache_differences(state, trace, len(tokens)).values())
     report.add(
         "cache records",
         len(tokens),

@@ -9,20 +9,24 @@ expert, and the rest of the text is another. In place, each op must agree by its
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ._op import Op, Target
+from .cache import page_slots
 
 _FLOATS = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One output of one call: DeepGEMM's distance for floats, the share of differing elements otherwise."""
+    """One output of one call: DeepGEMM's distance for floats, the share of differing elements otherwise.
+
+    where: what `compare` was told about the place of the call, such as its layer.
+    """
 
     op: str
     output: str
@@ -30,15 +34,21 @@ class Row:
     shape: tuple[int, ...]
     floats: bool
     value: float
+    where: str = ""
 
 
 @contextlib.contextmanager
-def compare(*skip: str, plain: dict[int, tuple[torch.Tensor, ...]] | None = None) -> Iterator[list[Row]]:
+def compare(
+    *skip: str,
+    plain: dict[int, tuple[torch.Tensor, ...]] | None = None,
+    where: Callable[[], str] = str,
+) -> Iterator[list[Row]]:
     """Inside the context every op runs twice: its kernel, and the reference on copies of the arguments.
 
     Args:
         skip: names of ops that only run (those whose outputs depend on noise of their own).
         plain: for experts that are packed in place: data pointer of ``w13`` to the four plain tensors.
+        where: asked at every call; its answer goes into the rows.
 
     Yields:
         The list that calls append their rows to. For tests and diagnosis: slow, and it synchronises.
@@ -63,7 +73,7 @@ def compare(*skip: str, plain: dict[int, tuple[torch.Tensor, ...]] | None = None
                 continue
             floats = got.dtype in _FLOATS
             value = _finite_distance(got, want) if floats else _differing(got, want)
-            rows.append(Row(op.name, argument.name, kernel, tuple(got.shape), floats, value))
+            rows.append(Row(op.name, argument.name, kernel, tuple(got.shape), floats, value, where()))
 
     Op.__call__ = both
     try:
@@ -90,6 +100,44 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     a, b = a.double(), b.double()
     total = (a * a + b * b).sum()
     return 0.0 if total == 0 else float(1 - 2 * (a * b).sum() / total)
+
+
+def largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest absolute difference; infinite where shapes differ, or just one of the two is not finite."""
+    if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
+        return float("inf")
+    return float((a - b).abs().max()) if a.numel() else 0.0
+
+
+def cache_differences(state: Any, trace: dict[str, torch.Tensor], length: int) -> dict[str, float]:
+    """Largest difference of every cache of request 0 from what the dense model says it must hold, in layer
+    order.
+
+    Args:
+        state: a `dsv41.layers.V41State` with ``length`` tokens of the request, on any device.
+        trace: what `dsv41_reference.model.V41Reference.forward` recorded.
+        length: tokens.
+    """
+    cfg, found = state.cfg, {}
+    device = state.lens.device
+    for i in range(cfg.num_layers):
+        ring = state.windows[i]
+        place = torch.arange(max(0, length - cfg.window), length, device=device)
+        held = ring.read(place % ring.page_size).cpu()
+        found[f"layer {i} window"] = largest(held, trace[f"window.{i}"][place.cpu()].float())
+        if i not in cfg.kv_sources:
+            continue
+        ratio = cfg.compress_ratios[i]
+        for name, cache in (("compressed", state.compressed[i]), ("index_key", state.index_keys[i])):
+            entries = torch.arange(length // ratio, device=device)
+            owner = torch.zeros(1, device=device)
+            slots = page_slots(entries[None], owner, state.page_table, cache.page_size)[0]
+            want = trace[f"{name}.{i}"][: length // ratio].float()
+            found[f"layer {i} {name}"] = largest(cache.read(slots).cpu(), want)
+        if ratio == 2 and length % 2:
+            held = state.carry[i][0, (length - 1) % state.carry[i].shape[1]].cpu()
+            found[f"layer {i} carry"] = largest(held, trace[f"carry.{i}"][length - 1])
+    return found
 
 
 def _finite_distance(a: torch.Tensor, b: torch.Tensor) -> float:
