@@ -7,6 +7,7 @@ says nothing about layouts, races between programs, or the last bit of exp.
 """
 
 import contextlib
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -67,8 +68,11 @@ def interpret(module: str, edit: dict[str, str] | None = None) -> types.ModuleTy
         if old not in text:
             raise ValueError(f"interpret: expected {old!r} in {module}")
         text = text.replace(old, new)
+    importlib.import_module(module)  # what it imports stays compiled for others
     with _interpreting():
         _correct()
+        from triton.runtime.interpreter import InterpretedFunction
+
         # A file, because Triton reads the source of its functions.
         folder = tempfile.mkdtemp(prefix="dsv41_triton_")
         path = os.path.join(folder, "kernels.py")
@@ -81,6 +85,9 @@ def interpret(module: str, edit: dict[str, str] | None = None) -> types.ModuleTy
         copy.__package__ = module.rpartition(".")[0]
         sys.modules[name] = copy
         made.loader.exec_module(copy)
+        for name, function in list(vars(copy).items()):  # functions of another kernel file
+            if hasattr(function, "fn") and type(function).__name__ == "JITFunction":
+                setattr(copy, name, InterpretedFunction(function.fn))
     return copy
 
 

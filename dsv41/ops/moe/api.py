@@ -21,13 +21,23 @@ def _hopper(x: Any, x_scale: Any, ids: Any, weights: Any, w13: Any, *rest: Any) 
     return None if all(t.is_contiguous() for t in given) else "takes contiguous tensors"
 
 
+def _plain(x: Any, x_scale: Any, ids: Any, weights: Any, w13: Any, *rest: Any) -> str | None:
+    if rest[3] != "plain":
+        return f"takes experts in the plain layout, got the {rest[3]} layout"
+    given = [t for t in (ids, weights, w13, *rest) if isinstance(t, torch.Tensor)]
+    return None if all(t.is_contiguous() for t in given) else "takes contiguous tensors"
+
+
 _MOE = Op(
     "mxfp4_moe(Tensor x, Tensor x_scale, Tensor expert_ids, Tensor expert_weights, Tensor w13,"
     " Tensor w13_scale, Tensor w2, Tensor w2_scale, str layout, float limit, Tensor? shared,"
     " Tensor(a!) out, Tensor(b!) scratch) -> ()",
     reference="dsv41_reference.moe:mxfp4_moe",
     package=__package__,
-    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper),),
+    kernels=(
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper),
+        Kernel("triton_cuda", "cuda", needs=("triton",), supports=_plain),
+    ),
 )
 
 
