@@ -90,6 +90,17 @@ def program(module: str, builder: Any, args: tuple[Any, ...]) -> tuple[Any, dict
     return one
 
 
+def ascend_source(func: Any) -> str:
+    """Ascend C of a TileLang program; needs neither CANN nor a device."""
+    import tilelang
+    from tilelang import tvm
+    from tilelang.backend.target import determine_target
+
+    target: Any = determine_target("asc", return_object=True)
+    with tvm.transform.PassContext(opt_level=3), target:
+        return tilelang.lower(func, target=target).kernel_source
+
+
 @functools.cache
 def lower_tilelang(module: str, builder: Any, args: tuple[Any, ...], arch: str | None = None) -> Lowered:
     """Compile one build of a TileLang kernel file with nvcc (for another architecture than its own too)."""

@@ -25,6 +25,9 @@ def _norm_quantize_fits(
     return _rows_fit(x, weight, eps, values, *(() if norm is None else (norm,)))
 
 
+_NPU = Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"))
+
+
 def _rope_fits(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool, out: torch.Tensor
 ) -> str | None:
@@ -37,7 +40,7 @@ _RMS_NORM = Op(
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()",
     reference="dsv41_reference.norm_rope:rms_norm",
     package=__package__,
-    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_rows_fit),),
+    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_rows_fit), _NPU),
 )
 _NORM_QUANTIZE = Op(
     "rms_norm_quantize(Tensor x, Tensor weight, float eps, float floor, Tensor(a!)? norm, Tensor(b!) values,"
@@ -46,13 +49,14 @@ _NORM_QUANTIZE = Op(
     package=__package__,
     kernels=(
         Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_norm_quantize_fits),
+        _NPU,
     ),
 )
 _ROPE = Op(
     "rope(Tensor x, Tensor cos, Tensor sin, bool inverse, Tensor(a!) out) -> ()",
     reference="dsv41_reference.norm_rope:rope",
     package=__package__,
-    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_rope_fits),),
+    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_rope_fits), _NPU),
 )
 
 

@@ -40,6 +40,7 @@ def _swiglu_fits(
 _KERNELS = (
     Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_rows_fit),
     Kernel("triton_cuda", "cuda", needs=("triton",)),
+    Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
 )
 _MXFP8 = Op(
     "quantize_mxfp8(Tensor x, float floor, Tensor(a!) values, Tensor(b!) scale) -> ()",
@@ -67,6 +68,7 @@ _SWIGLU = Op(
     kernels=(
         Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_swiglu_fits),
         Kernel("triton_cuda", "cuda", needs=("triton",)),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
     ),
 )
 

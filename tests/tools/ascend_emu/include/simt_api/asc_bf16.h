@@ -1,0 +1,2 @@
+#pragma once
+#include "simt_api/asc_simt.h"
