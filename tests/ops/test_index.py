@@ -182,7 +182,11 @@ def test_values_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV41_CHECK", "1")
     scene = Scene(3)
     scene.visible[1] = 99
-    assert_refused(lambda: scene.call(top_k=1), r"visible: at most 16 \(the page table\), got 99")
+    scene.request[1] = 0
+    beyond = r"visible: at most 16 \(the page table\), got 99 \(token 1, request 0\)"
+    assert_refused(lambda: scene.call(top_k=1), beyond)
+    scene.request[1] = -1  # a padding row may say what it likes
+    scene.call(top_k=1)
     scene.visible[1], scene.request[1] = 1, 2
     assert_refused(lambda: scene.call(top_k=1), "request_ids: below 2, got 2")
     scene.request[1], scene.table[0, 0] = 1, 999

@@ -231,9 +231,10 @@ def index_topk(
         check_tensor(name, "candidates", candidates, (tokens, None), torch.int32, like=q.values)
     if check_values() and tokens:
         room = page_table.shape[1] * keys.page_size
-        check(
-            int(visible.max()) <= room, name, f"visible: at most {room} (the page table)", int(visible.max())
-        )
+        seen = visible.where(request_ids >= 0, 0)
+        t, most = int(seen.argmax()), int(seen.max())
+        got = f"{most} (token {t}, request {int(request_ids[t])})"
+        check(most <= room, name, f"visible: at most {room} (the page table)", got)
         rows = page_table.shape[0]
         check(int(request_ids.max()) < rows, name, f"request_ids: below {rows}", int(request_ids.max()))
         good = int(page_table.max()) < keys.pages.shape[0] if page_table.numel() else True
