@@ -77,7 +77,7 @@ FAULTS = {
     "up before gate": ("w_row + INTER, live", "w_row, live"),
     "weight after the product": ("* tl.load(weights + assignment, used, other=0.0)[:, None]", ""),
     "not clamped below": ("tl.where(u < -limit, -limit, u)", "u"),
-    "not requantised": ("e4m3.to(tl.float32) * _power(code)[:, None]", "blocks"),
+    "not requantised": ("e4m3.to(tl.float32) * power(code)[:, None]", "blocks"),
     "next position": ("tl.cumsum(here, 0) - here", "tl.cumsum(here, 0)"),
     "wrong ids count": ("& (id < experts)", ""),
 }

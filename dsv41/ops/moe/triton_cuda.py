@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..._op import split_scratch
-from ..quant.triton_cuda import _amax, _scale_code, _undo_scale
+from .._triton import block_amax, power, scale_code, undo_scale
 from .api import scratch_parts
 
 ROWS, COLUMNS = 64, 64  # a tile of a product
@@ -39,12 +39,6 @@ def _group(ids, assignments, experts, begins, order, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _power(code):
-    """2^(code - 127)"""
-    return tl.where(code == 0, 0x00400000, code << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _weights(w, scale, row, live, k, K: tl.constexpr):
     """Rows of E2M1 codes from element k on, 32 of each, with their scale, as bf16."""
     at = w + (row * (K // 2))[:, None] + (k // 2 + tl.arange(0, 16))[None]
@@ -52,7 +46,7 @@ def _weights(w, scale, row, live, k, K: tl.constexpr):
     code = tl.reshape(tl.join(byte & 15, byte >> 4), (row.shape[0], 32))
     size = code & 7
     value = tl.where(size < 2, 0.5 * size, ((size + 252) << 22).to(tl.float32, bitcast=True))
-    by = _power(tl.load(scale + row * (K // 32) + k // 32, live, other=127).to(tl.int32))
+    by = power(tl.load(scale + row * (K // 32) + k // 32, live, other=127).to(tl.int32))
     return (tl.where(code < 8, value, -value) * by[:, None]).to(tl.bfloat16)
 
 
@@ -73,7 +67,7 @@ def _gate_up(
         for k in range(0, HIDDEN, 32):
             at = x + (token * x_stride)[:, None] + (k + tl.arange(0, 32))[None]
             a = tl.load(at, used[:, None], other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-            by = _power(tl.load(x_scale + token * scale_stride + k // 32, used, other=127).to(tl.int32))
+            by = power(tl.load(x_scale + token * scale_stride + k // 32, used, other=127).to(tl.int32))
             a = (a * by[:, None]).to(tl.bfloat16)
             gate = tl.dot(a, tl.trans(_weights(w, w_scale, w_row, live, k, HIDDEN)), gate)
             up = tl.dot(a, tl.trans(_weights(w, w_scale, w_row + INTER, live, k, HIDDEN)), up)
@@ -82,9 +76,9 @@ def _gate_up(
         u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
         y = tl.div_rn(g, 1.0 + tl.exp(-g)) * u * tl.load(weights + assignment, used, other=0.0)[:, None]
         blocks = tl.reshape(y.to(tl.bfloat16).to(tl.float32), (ROWS * (COLUMNS // 32), 32))
-        code = _scale_code(_amax(blocks, FLOOR), 8, 0x600000)
-        e4m3 = (blocks * _undo_scale(code)[:, None]).to(tl.float8e4nv)
-        y = tl.reshape(e4m3.to(tl.float32) * _power(code)[:, None], (ROWS, COLUMNS))
+        code = scale_code(block_amax(blocks, FLOOR), 8, 0x600000)
+        e4m3 = (blocks * undo_scale(code)[:, None]).to(tl.float8e4nv)
+        y = tl.reshape(e4m3.to(tl.float32) * power(code)[:, None], (ROWS, COLUMNS))
         to = out + ((start + lane).to(tl.int64) * INTER)[:, None] + column[None]
         tl.store(to, y.to(tl.bfloat16), used[:, None] & live[None])
 
@@ -153,7 +147,7 @@ def mxfp4_moe(
         return
     hidden, inter = out.shape[1], w13.shape[1] // 2
     parts = scratch_parts(tokens, top_k, experts, hidden, inter)
-    begins, order, _, inner, _, assigned = split_scratch(scratch, parts)
+    begins, order, *_, inner, _, assigned = split_scratch(scratch, parts)
     sizes = {"HIDDEN": hidden, "INTER": inter, "ROWS": ROWS, "COLUMNS": COLUMNS}
     tiles = min(triton.cdiv(tokens, ROWS), 16)  # of an expert's tokens at a time
     x = x.view(torch.uint8)

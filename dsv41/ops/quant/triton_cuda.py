@@ -4,30 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
+from .._triton import block_amax, scale_code, undo_scale
+
 BLOCKS = 64  # blocks of a format a program
 
 _MXFP8, _MXFP4, _NVFP4 = (tl.constexpr(i) for i in range(3))
-
-
-@triton.jit
-def _amax(x, floor):
-    """The largest magnitude of each block, at least the floor; a NaN does not count."""
-    a = tl.abs(x)
-    return tl.maximum(tl.max(tl.where(a == a, a, 0.0), 1), floor)
-
-
-@triton.jit
-def _scale_code(amax, SHIFT: tl.constexpr, MANTISSA: tl.constexpr):
-    """The code of the smallest power of two >= amax / limit, by integer arithmetic."""
-    bits = amax.to(tl.int32, bitcast=True)
-    code = (bits >> 23) - SHIFT + ((bits & 0x7FFFFF) > MANTISSA).to(tl.int32)
-    return tl.minimum(tl.maximum(code, 1), 254)
-
-
-@triton.jit
-def _undo_scale(code):
-    """2^(127 - code)"""
-    return tl.where(code == 254, 0x00400000, (254 - code) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -67,7 +48,7 @@ def _store(
     LOG: tl.constexpr,
 ):
     SIZE: tl.constexpr = 1 << LOG
-    amax = _amax(x, floor)
+    amax = block_amax(x, floor)
     if FORM == _NVFP4:
         quotient = tl.minimum(tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)), 448.0)
         e4m3 = quotient.to(tl.float8e4nv)
@@ -76,8 +57,8 @@ def _store(
     else:
         shift: tl.constexpr = 8 if FORM == _MXFP8 else 2
         mantissa: tl.constexpr = 0x600000 if FORM == _MXFP8 else 0x400000
-        wide = _scale_code(amax, shift, mantissa)
-        y = x * _undo_scale(wide)[:, None]
+        wide = scale_code(amax, shift, mantissa)
+        y = x * undo_scale(wide)[:, None]
         code = wide.to(tl.uint8)
     tl.store(scale + row * scale_stride + block, code, mask)
     if FORM == _MXFP8:
