@@ -36,7 +36,8 @@ RULES: dict[str, set[str]] = {
     "dsv41.replay": {"torch", "numpy", "dsv41.ops", *LOW},
 }
 KERNEL = re.compile(r"_(cuda|npu)$")
-BUILDERS = {"dsv41.ops._tilelang", "dsv41.ops._triton", "dsv41.ops._ascend"}  # for the kernel files, which alone import them
+# For the kernel files, which alone import them.
+BUILDERS = {"dsv41.ops._tilelang", "dsv41.ops._triton", "dsv41.ops._ascend"}
 
 
 def is_typing(node: ast.If) -> bool:
