@@ -8,6 +8,7 @@ from torch import nn
 from ..config import V41FlashConfig
 from ..ops import mhc_collapse, mhc_expand, mhc_mixes, rms_norm
 from .attention import Attention
+from .expert_parallel import EPLayer
 from .linear import Weight, frozen
 from .moe import MoE
 
@@ -35,7 +36,7 @@ def embed_streams(
 class Block(nn.Module):
     """Backbone layer or drafter stage. Parameters ``hc_*`` are the mHC mixes of its two sub-layers."""
 
-    def __init__(self, cfg: V41FlashConfig, layer: int):
+    def __init__(self, cfg: V41FlashConfig, layer: int, ep: EPLayer | None = None):
         super().__init__()
         self.cfg, self.layer = cfg, layer
         drafting = layer >= cfg.num_layers
@@ -49,7 +50,7 @@ class Block(nn.Module):
             setattr(self, f"hc_{part}_scale", frozen((3,), torch.float32))
         self.attn = Attention(cfg, layer)
         experts = (cfg.draft.num_experts, cfg.draft.top_k) if drafting else (cfg.num_experts, cfg.top_k)
-        self.ffn = MoE(cfg, *experts)
+        self.ffn = MoE(cfg, *experts, ep)
 
     def mixes(self, x: torch.Tensor, part: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(pre, post, comb) of a sub-layer, ``attn`` or ``ffn``, from the streams that enter it."""

@@ -13,6 +13,7 @@ from .attention import Selection
 from .block import Block, embed_streams
 from .draft import Drafter
 from .engram import EngramSpec, EngramStore, TokenMap, append_ids, dead_tokens, lookback_ids
+from .expert_parallel import EPLayer, ExpertParallel, elsewhere
 from .linear import BlockLinear, Weight, frozen
 from .replayed import Replay, ReplayedForward, check_replay
 from .state import Step, V41State, plan_step
@@ -47,8 +48,8 @@ class Engram(nn.Module):
 class Layer(Block):
     """Backbone layer: a block, with Engram in front where the config has it."""
 
-    def __init__(self, cfg: V41FlashConfig, layer: int):
-        super().__init__(cfg, layer)
+    def __init__(self, cfg: V41FlashConfig, layer: int, ep: EPLayer | None = None):
+        super().__init__(cfg, layer, ep)
         self.engram = Engram(cfg) if layer in cfg.engram.layers else None
 
 
@@ -59,18 +60,31 @@ class V41Flash(nn.Module):
     `V41State`. Modules allocate no caches, look up no process group and never synchronise with the device.
     """
 
-    def __init__(self, cfg: V41FlashConfig, token_map: TokenMap | None = None, *, drafter: bool = False):
+    def __init__(
+        self,
+        cfg: V41FlashConfig,
+        token_map: TokenMap | None = None,
+        *,
+        drafter: bool = False,
+        ep_group: ExpertParallel | None = None,
+    ):
         """Build with uninitialised parameters (use ``with torch.device(...)`` to say where).
 
         Args:
             cfg: model constants.
             token_map: classes of token ids for Engram; `weights.load` needs none, `forward` does.
             drafter: also build ``mtp``, the `Drafter`; its tensors are skipped otherwise.
+            ep_group: the ranks that share the routed experts of the layers; None holds them all here.
         """
         super().__init__()
-        self.cfg = cfg
+        self.cfg, self.ep = cfg, ep_group
+        if ep_group is not None:
+            there, wanted = tuple(ep_group.counts.shape), (cfg.num_layers, cfg.num_experts)
+            check(there == wanted, "V41Flash", f"an ep_group of {wanted} layers and experts", there)
         self.embed = Weight(cfg.vocab_size, cfg.hidden)
-        self.layers = nn.ModuleList(Layer(cfg, i) for i in range(cfg.num_layers))
+        self.layers = nn.ModuleList(
+            Layer(cfg, i, None if ep_group is None else ep_group.layers[i]) for i in range(cfg.num_layers)
+        )
         self.norm = Weight(cfg.hidden)
         self.head = Weight(cfg.vocab_size, cfg.hidden)
         self.mtp = Drafter(cfg, self.embed, self.head) if drafter else None
@@ -107,6 +121,10 @@ class V41Flash(nn.Module):
                 for name, view in module.checkpoint_tensors().items():
                     views[f"{path}.{name}"] = view.data
         return views
+
+    def elsewhere(self) -> set[str]:
+        """Names in the checkpoint that other ranks load."""
+        return set() if self.ep is None else elsewhere(self.ep.layers)
 
     # Forward.
 
@@ -152,6 +170,8 @@ class V41Flash(nn.Module):
                 check_replay(self.cfg, replay, len(tokens), state.num_requests)
             floors = None if replay is None else replay.encoder_floor
             step = plan_step(state, positions, cu_seqlens, max_len, floors)
+            if self.ep is not None:  # a replay has no padding rows
+                self.ep.begin(len(tokens), cu_seqlens if replay is None else None)
             x, pre = self.embed_streams(tokens)
             if replay is None:
                 x, pre = self.run(x, pre, tokens, step, state, cu_seqlens, draft_inputs)

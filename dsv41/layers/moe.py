@@ -7,6 +7,7 @@ from .._op import check
 from ..config import V41FlashConfig
 from ..formats import E8M0, MXFP4Experts
 from ..ops import linear, mxfp4_moe, pack_experts, quantize_mxfp8, swiglu_quantize, topk_route
+from .expert_parallel import EPLayer
 from .linear import BlockLinear, frozen
 
 
@@ -24,12 +25,13 @@ class Gate(nn.Module):
 
 class Experts(nn.Module):
     """Routed experts, stacked; see `dsv41.formats.MXFP4Experts`. The checkpoint's tensors are slices of
-    these.
+    these. ``ids`` names the expert in each slot, in order unless told otherwise.
     """
 
-    def __init__(self, hidden: int, inter: int, num_experts: int):
+    def __init__(self, hidden: int, inter: int, num_experts: int, ids: list[int] | None = None):
         super().__init__()
         self.inter, self.layout = inter, "plain"
+        self.ids = list(range(num_experts)) if ids is None else ids
         self.w13 = frozen((num_experts, 2 * inter, hidden // 2), torch.uint8)
         self.w13_scale = frozen((num_experts, 2 * inter, hidden // 32), E8M0)
         self.w2 = frozen((num_experts, hidden, inter // 2), torch.uint8)
@@ -49,12 +51,12 @@ class Experts(nn.Module):
         """``{e}.w1.weight``, ``{e}.w1.scale``, ...: views in the checkpoint's shapes and types."""
         check(self.layout == "plain", "checkpoint_tensors", "experts in the plain layout", self.layout)
         views: dict[str, torch.Tensor] = {}
-        for e in range(self.w13.shape[0]):
+        for slot, e in enumerate(self.ids):
             for name, rows in (("w1", slice(None, self.inter)), ("w3", slice(self.inter, None))):
-                views[f"{e}.{name}.weight"] = self.w13[e, rows].view(torch.int8)
-                views[f"{e}.{name}.scale"] = self.w13_scale[e, rows]
-            views[f"{e}.w2.weight"] = self.w2[e].view(torch.int8)
-            views[f"{e}.w2.scale"] = self.w2_scale[e]
+                views[f"{e}.{name}.weight"] = self.w13[slot, rows].view(torch.int8)
+                views[f"{e}.{name}.scale"] = self.w13_scale[slot, rows]
+            views[f"{e}.w2.weight"] = self.w2[slot].view(torch.int8)
+            views[f"{e}.w2.scale"] = self.w2_scale[slot]
         return views
 
 
@@ -71,11 +73,15 @@ class SharedExperts(nn.Module):
 class MoE(nn.Module):
     """``ffn``: x [num_tokens, hidden] bf16 (normalised) to [num_tokens, hidden] bf16."""
 
-    def __init__(self, cfg: V41FlashConfig, num_experts: int, top_k: int):
+    def __init__(self, cfg: V41FlashConfig, num_experts: int, top_k: int, ep: EPLayer | None = None):
         super().__init__()
-        self.cfg, self.top_k = cfg, top_k
+        self.cfg, self.top_k, self.ep = cfg, top_k, ep
         self.gate = Gate(cfg.hidden, num_experts)
-        self.experts = Experts(cfg.hidden, cfg.inter, num_experts)
+        if ep is None:
+            self.experts = Experts(cfg.hidden, cfg.inter, num_experts)
+        else:  # this rank's share
+            own = ep.group.own(ep.layer)
+            self.experts = ep.experts = Experts(cfg.hidden, cfg.inter, len(own), own)
         self.shared_experts = SharedExperts(cfg.hidden, cfg.inter)
 
     def route(self, x: torch.Tensor, image: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,6 +99,11 @@ class MoE(nn.Module):
     def forward(self, x: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
         ids, weights = self.route(x, image)
         q, limit, shared = quantize_mxfp8(x), self.cfg.swiglu_limit, self.shared_experts
+        flight = None if self.ep is None else self.ep.dispatch(q, ids, weights)
+        # The shared expert runs while rows travel.
         gate_up = torch.cat([shared.w1(q), shared.w3(q)], 1)
         y = shared.w2(swiglu_quantize(gate_up, limit=limit))
-        return mxfp4_moe(q, ids, weights, self.experts.mxfp4, limit=limit, shared=y, out=y)
+        if flight is None:
+            return mxfp4_moe(q, ids, weights, self.experts.mxfp4, limit=limit, shared=y, out=y)
+        rows = mxfp4_moe(*flight.wait(), self.experts.mxfp4, limit=limit)
+        return flight.combine(rows, shared=y, out=y)

@@ -249,6 +249,8 @@ class LoadableModel(Protocol):
 
     cfg: V41FlashConfig
 
+    # A model that is one rank of several also has ``elsewhere() -> set[str]``: names that others load.
+
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters by checkpoint name, as views of the checkpoint's shape and dtype (int8 may be uint8)."""
         ...
@@ -264,18 +266,22 @@ class LoadReport:
 
     loaded: names copied into the model. size: their bytes. engram: layers whose tables stay on disk.
     skipped: names in the folder that the model has no place for (drafter, vision).
+    elsewhere: how many tensors other ranks load.
     """
 
     loaded: tuple[str, ...]
     size: int
     engram: tuple[int, ...]
     skipped: tuple[str, ...]
+    elsewhere: int = 0
 
     def __str__(self) -> str:
         groups = Counter(next(g for g in _SKIPPABLE if name.startswith(g)) for name in self.skipped)
         skipped = ", ".join(f"{count} of {group}*" for group, count in groups.items()) or "nothing"
         tables = f"; tables of layers {self.engram} stay on disk" if self.engram else ""
-        return f"loaded {len(self.loaded)} tensors, {self.size / 1e6:.1f} MB{tables}; skipped {skipped}"
+        others = f"; {self.elsewhere} are other ranks'" if self.elsewhere else ""
+        loaded = f"loaded {len(self.loaded)} tensors, {self.size / 1e6:.1f} MB{others}{tables}"
+        return f"{loaded}; skipped {skipped}"
 
 
 def load(model: LoadableModel, folder: str | Path, *, progress: bool = True) -> LoadReport:
@@ -298,7 +304,8 @@ def load(model: LoadableModel, folder: str | Path, *, progress: bool = True) -> 
     """
     checkpoint = _open("load", Path(folder), model.cfg)
     offered = model.checkpoint_tensors()
-    _check_offered(offered, checkpoint, model.cfg)
+    others: set[str] = getattr(model, "elsewhere", set)()
+    _check_offered(offered, checkpoint, model.cfg, others)
     files = sorted((checkpoint.locate(name), name) for name in offered)
     sources = {name: checkpoint[name] for _, name in files}
     problems = _Problems("load", f"scales without byte 255 in {folder}")
@@ -323,8 +330,8 @@ def load(model: LoadableModel, folder: str | Path, *, progress: bool = True) -> 
     for layer, store in stores.items():
         model.attach_engram(layer, store)
     kept = {name for layer in stores for name in _table_names(layer)}
-    skipped = tuple(name for name in checkpoint if name not in offered and name not in kept)
-    report = LoadReport(tuple(sources), size, tuple(stores), skipped)
+    skipped = tuple(name for name in checkpoint if name not in offered and name not in kept | others)
+    report = LoadReport(tuple(sources), size, tuple(stores), skipped, len(others))
     if progress:
         tqdm.write(str(report), file=sys.stderr)
     return report
@@ -341,15 +348,18 @@ def _open_table(checkpoint: Checkpoint, layer: int) -> MappedEngramStore:
     return MappedEngramStore(*places, num_rows=rows, head_dim=width)
 
 
-def _check_offered(offered: dict[str, torch.Tensor], checkpoint: Checkpoint, cfg: V41FlashConfig) -> None:
-    """Refuse a model that does not offer what the checkpoint is for."""
+def _check_offered(
+    offered: dict[str, torch.Tensor], checkpoint: Checkpoint, cfg: V41FlashConfig, others: set[str]
+) -> None:
+    """Refuse a model that does not offer what the checkpoint is for, and ``others`` do not load either."""
     known = tensor_specs(cfg, True)
     problems = _Problems("load", "a model that offers the tensors of its config")
     tables = {name for layer in cfg.engram.layers for name in _table_names(layer)}
     begun = {group for group in _SKIPPABLE if any(name.startswith(group) for name in offered)}
     for name in checkpoint:
         group = next((g for g in _SKIPPABLE if name.startswith(g)), None)
-        if name not in offered and (name not in tables if group is None else group in begun):
+        due = name not in tables | others if group is None else group in begun
+        if name not in offered and due:
             problems.add("not offered", name)
     for layer in cfg.engram.layers:
         values, scale = _table_names(layer)

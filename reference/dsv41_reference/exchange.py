@@ -4,12 +4,7 @@ import torch
 
 from .numerics import accumulator, bf16, wide
 
-HEADER = 16  # bytes of a record in front of the values: weight f32, local slot int32, two spare words
-
-
-def record_bytes(hidden: int) -> int:
-    """Bytes of one row on its way: header, values, scales, padded to 16."""
-    return -(-(HEADER + hidden + hidden // 32) // 16) * 16
+HEADER = 16  # bytes of a record in front of the values: weight f32, local slot int32, eight spare
 
 
 def exchange_plan(

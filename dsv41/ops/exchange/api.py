@@ -5,13 +5,17 @@ is in `transport`, both together in `handle`.
 from typing import Any
 
 import torch
-from dsv41_reference.exchange import record_bytes
 
 from ..._op import Kernel, Op, check, check_tensor, check_values, output
 from ...formats import E4M3, E8M0, MXFP8
 from ..quant.api import mxfp8_operand
 
 __all__ = ["exchange_combine", "exchange_pack", "exchange_plan", "exchange_unpack", "record_bytes"]
+
+
+def record_bytes(hidden: int) -> int:
+    """Bytes of one row on its way: 16, the values, the scales, padded to a multiple of 16."""
+    return -(-(16 + hidden + hidden // 32) // 16) * 16
 
 
 def _words(x: torch.Tensor, *_: Any) -> str | None:
@@ -120,8 +124,8 @@ def exchange_pack(
 ) -> torch.Tensor:
     """The rows that are sent, each one record: routing weight, slot on its rank, values, scales.
 
-    bytes 0-3 weight f32; 4-7 local slot int32, -1 in an unused row; 16 spare and values; then scales; padded
-    to a multiple of 16: ``record_bytes(hidden)``.
+    bytes 0-3 weight f32; 4-7 local slot int32, -1 in an unused row; from 16 values, then scales; padded to a
+    multiple of 16.
 
     Args:
         x: [num_tokens, hidden] bf16, quantised here, or an MXFP8 view of values [num_tokens, hidden] e4m3.

@@ -70,3 +70,9 @@ class DeepEPTransport:
         self, sends: Mapping[int, torch.Tensor], recvs: Mapping[int, torch.Tensor], timeout: float
     ) -> None:
         self.plain.swap(sends, recvs, timeout)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        self.plain.all_reduce(x)
+
+    def broadcast(self, x: torch.Tensor, source: int) -> None:
+        self.plain.broadcast(x, source)

@@ -71,6 +71,14 @@ class Transport(Protocol):
         """
         ...
 
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Add the ranks' tensors up, in place, on the device of ``x``."""
+        ...
+
+    def broadcast(self, x: torch.Tensor, source: int) -> None:
+        """Fill ``x`` with what rank ``source`` has in it."""
+        ...
+
 
 class GroupTransport:
     """Through ``torch.distributed``: NCCL between GPUs, gloo between CPUs.
@@ -158,6 +166,12 @@ class GroupTransport:
                 raise PeerLost("swap", sorted({r for _, r in peers}), timeout)
             time.sleep(0.0005)
 
+    def all_reduce(self, x: torch.Tensor) -> None:
+        dist.all_reduce(x, group=self.group)
+
+    def broadcast(self, x: torch.Tensor, source: int) -> None:
+        dist.broadcast(x, group=self.group, group_src=source)
+
 
 class _Landed:
     def wait(self) -> None:
@@ -226,6 +240,15 @@ class LocalTransport:
         everybody = self._meet(sends)
         for r, out in recvs.items():
             out.copy_(everybody[r][self.rank])
+        self._meet(0)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        total = torch.stack(self._meet(x)).sum(0)
+        self._meet(0)
+        x.copy_(total)
+
+    def broadcast(self, x: torch.Tensor, source: int) -> None:
+        x.copy_(self._meet(x)[source])
         self._meet(0)
 
 
