@@ -8,16 +8,16 @@ REF = "dsv41_reference"
 STREAMS: list[Mutation] = [
     (
         "mhc-own-pre-mix",
-        "dsv41.layers.block:Block.forward",
-        "self.enter(x, pre)",
-        "self.enter(x, next_pre)",
+        "dsv41.layers.block:Block.enter",
+        'Boundary(x, *mhc_mixes(x, **self.mixing("attn")), *self.attention_input(x, pre))',
+        'Boundary(x, *(m := mhc_mixes(x, **self.mixing("attn"))), *self.attention_input(x, m[0]))',
         PARITY,
     ),
     (
         "mhc-ffn-own-pre-mix",
-        "dsv41.layers.block:Block.forward",
-        "rms_norm(mhc_collapse(x, pre)",
-        "rms_norm(mhc_collapse(x, next_pre)",
+        f"{REF}.hyper:mhc_boundary",
+        "mhc_collapse(out, pre, collapsed)",
+        "mhc_collapse(out, next_pre, collapsed)",
         PARITY,
     ),
     (
@@ -72,14 +72,9 @@ STREAMS: list[Mutation] = [
     (
         "engram-behind-the-layer",
         "dsv41.layers.model:V41Flash.run",
-        "        if layer.engram is not None:\n"
-        "            x = layer.engram(x, rows[:, cfg.engram.layers.index(i)], dead)\n"
-        "        attention = functools.partial(layer.attn, step=step, state=state, shared=shared)\n"
-        "        x, pre = layer(x, pre, attention, image)\n",
-        "        attention = functools.partial(layer.attn, step=step, state=state, shared=shared)\n"
-        "        x, pre = layer(x, pre, attention, image)\n"
-        "        if layer.engram is not None:\n"
-        "            x = layer.engram(x, rows[:, cfg.engram.layers.index(i)], dead)\n",
+        "        if not isinstance(layer, Layer) or layer.engram is None:\n",
+        "        layer = self.layers[max(layer.layer - 1, 0)]\n"
+        "        if not isinstance(layer, Layer) or layer.engram is None:\n",
         PARITY,
     ),
 ]

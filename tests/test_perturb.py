@@ -10,6 +10,7 @@ import torch
 from dsv41.formats import E4M3, E8M0
 from dsv41.layers import V41Flash, V41State
 from dsv41.layers.attention import Selection
+from dsv41.layers.block import run_blocks
 from dsv41.layers.engram import MemoryEngramStore, dead_tokens
 from dsv41.layers.state import plan_step
 from dsv41.layers.weights import expected_tensors
@@ -50,8 +51,11 @@ class Replayed:
         layer: Any = self.model.layers[i]
         if layer.engram is not None:
             x = layer.engram(x, self.rows[:, self.cfg.engram.layers.index(i)], self.dead)
-        attention = functools.partial(layer.attn, step=self.step, state=self.state, shared=shared)
-        return layer(x, pre, attention, self.image)
+
+        def attend(block: Any, h: Any, hq: Any) -> torch.Tensor:
+            return block.attn(h, hq, step=self.step, state=self.state, shared=shared)
+
+        return run_blocks([layer], x, pre, attend, self.image)
 
     def enter(self, i: int) -> tuple[torch.Tensor, torch.Tensor, Selection]:
         """What layer ``i`` receives; the caches of the layers before it are written on the way."""

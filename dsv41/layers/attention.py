@@ -15,8 +15,8 @@ from ..ops import (
     index_query,
     index_topk,
     linear,
-    quantize_mxfp8,
     rms_norm,
+    rms_norm_quantize,
     rope,
     sparse_attn,
     write_cache,
@@ -123,7 +123,7 @@ class Attention(nn.Module):
     def queries(self, hq: MXFP8, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, MXFP8]:
         """Rotated queries [num_tokens, num_heads, head_dim] bf16, and their low-rank input."""
         cfg = self.cfg
-        qr = quantize_mxfp8(rms_norm(self.wq_a(hq), self.q_norm.weight, eps=cfg.norm_eps))
+        qr = rms_norm_quantize(self.wq_a(hq), self.q_norm.weight, eps=cfg.norm_eps)
         q = self.wq_b(qr).unflatten(1, (cfg.num_heads, cfg.head_dim))
         return rope(q, cos, sin, out=q), qr
 
@@ -206,10 +206,11 @@ class Attention(nn.Module):
         grouped = o.flatten(1).unflatten(1, (self.cfg.o_groups, -1))
         return self.wo_b(grouped_linear(grouped, self.wo_a.mxfp8).flatten(1))
 
-    def forward(self, h: torch.Tensor, step: Step, state: V41State, shared: Selection) -> torch.Tensor:
-        """h [num_tokens, hidden] bf16 (normalised) to [num_tokens, hidden] bf16; writes this layer's
-        caches.
+    def forward(
+        self, h: torch.Tensor, hq: MXFP8, step: Step, state: V41State, shared: Selection
+    ) -> torch.Tensor:
+        """The normalised input [num_tokens, hidden], bf16 and MXFP8, to [num_tokens, hidden] bf16; writes
+        this layer's caches.
         """
-        hq = quantize_mxfp8(h)
         window = self.write(h, hq, step, state, shared)
         return self.attend(h, hq, step, state, shared, window)

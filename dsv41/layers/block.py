@@ -1,12 +1,16 @@
 """One layer: hyper-connected attention and MoE, with the collapse weights delayed by one sub-layer."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import V41FlashConfig
-from ..ops import mhc_collapse, mhc_expand, mhc_mixes, rms_norm
+from ..formats import MXFP8
+from ..ops import mhc_boundary, mhc_collapse, mhc_expand, mhc_mixes, rms_norm_quantize
+from ..ops.hyper import Boundary
 from .attention import Attention
 from .expert_parallel import EPLayer
 from .linear import Weight, frozen
@@ -52,44 +56,80 @@ class Block(nn.Module):
         experts = (cfg.draft.num_experts, cfg.draft.top_k) if drafting else (cfg.num_experts, cfg.top_k)
         self.ffn = MoE(cfg, *experts, ep)
 
-    def mixes(self, x: torch.Tensor, part: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(pre, post, comb) of a sub-layer, ``attn`` or ``ffn``, from the streams that enter it."""
-        return mhc_mixes(
-            x,
-            getattr(self, f"hc_{part}_fn"),
-            getattr(self, f"hc_{part}_base"),
-            getattr(self, f"hc_{part}_scale"),
-            norm_eps=self.cfg.norm_eps,
-            eps=self.cfg.mhc_eps,
-            iters=self.cfg.sinkhorn_iters,
-        )
+    def mixing(self, part: str) -> dict[str, Any]:
+        """Arguments of the mixes of a sub-layer, ``attn`` or ``ffn``."""
+        tensors = {name: getattr(self, f"hc_{part}_{name}") for name in ("fn", "base", "scale")}
+        cfg = self.cfg
+        return {**tensors, "norm_eps": cfg.norm_eps, "eps": cfg.mhc_eps, "iters": cfg.sinkhorn_iters}
 
-    def enter(self, x: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
-        """The attention's input: collapse with the pre-mix carried in, then the norm."""
-        return rms_norm(mhc_collapse(x, pre), self.attn_norm.weight, eps=self.cfg.norm_eps)
+    def attention_input(self, x: torch.Tensor, pre: torch.Tensor) -> tuple[torch.Tensor, MXFP8]:
+        """Collapse with the pre-mix carried in, then the norm: as bf16 and as MXFP8."""
+        h = mhc_collapse(x, pre)
+        norm = torch.empty_like(h)
+        return norm, rms_norm_quantize(h, self.attn_norm.weight, eps=self.cfg.norm_eps, norm=norm)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        pre: torch.Tensor,
-        attention: Callable[[torch.Tensor], torch.Tensor],
-        image: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the layer.
+    def enter(self, x: torch.Tensor, pre: torch.Tensor) -> Boundary:
+        """Open the layer on streams that no boundary has prepared for it."""
+        # A sub-layer's own pre-mix is never used for its own input: it belongs to the next one.
+        return Boundary(x, *mhc_mixes(x, **self.mixing("attn")), *self.attention_input(x, pre))
+
+    def cross(self, y: torch.Tensor, before: Boundary, part: str) -> Boundary:
+        """From the output ``y`` of the sub-layer that ``before`` entered to this block's ``part``."""
+        norm = self.attn_norm if part == "attn" else self.ffn_norm
+        mixes = (before.pre, before.post, before.comb)
+        return mhc_boundary(y, before.x, mixes, weight=norm.weight, **self.mixing(part))
+
+    def run(
+        self, entered: Boundary, attention: Callable[..., torch.Tensor], image: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Boundary]:
+        """Both sub-layers; the second's output [num_tokens, hidden] bf16 is not in the streams yet.
 
         Args:
-            x: [num_tokens, streams, hidden] bf16.
-            pre: [num_tokens, streams] f32, from the previous sub-layer.
-            attention: the layer's attention over its normalised input, [num_tokens, hidden] bf16.
+            entered: of `enter`, or of `cross` from the layer before.
+            attention: the layer's attention over its normalised input, bf16 and MXFP8 [num_tokens, hidden].
             image: [num_tokens] bool, or None.
-
-        Returns:
-            The streams and the pre-mix of the next sub-layer.
         """
-        # A sub-layer's own pre-mix is never used for its own input: it belongs to the next one.
-        next_pre, post, comb = self.mixes(x, "attn")
-        x = mhc_expand(attention(self.enter(x, pre)), x, post, comb)
-        pre = next_pre
-        next_pre, post, comb = self.mixes(x, "ffn")
-        h = rms_norm(mhc_collapse(x, pre), self.ffn_norm.weight, eps=self.cfg.norm_eps)
-        return mhc_expand(self.ffn(h, image), x, post, comb), next_pre
+        between = self.cross(attention(entered.norm, entered.q), entered, "ffn")
+        return self.ffn(between.norm, image, between.q), between
+
+
+def run_blocks(
+    blocks: Sequence[Block],
+    x: torch.Tensor,
+    pre: torch.Tensor,
+    attention: Callable[..., torch.Tensor],
+    image: torch.Tensor | None,
+    *,
+    watch: Callable[[Block, torch.Tensor], None] | None = None,
+    inject: Callable[[Block], Callable[[torch.Tensor], torch.Tensor] | None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run layers one after the other. From one sub-layer to the next the streams are read and written once.
+
+    Args:
+        blocks: the layers.
+        x: [num_tokens, streams, hidden] bf16.
+        pre: [num_tokens, streams] f32, from the previous sub-layer.
+        attention: called with the block and its normalised input, bf16 and MXFP8 [num_tokens, hidden].
+        image: [num_tokens] bool, or None.
+        watch: sees each block and the streams that enter it.
+        inject: gives what changes the streams in front of a block, or None where nothing does.
+
+    Returns:
+        The streams and the pre-mix of the sub-layer behind the last block.
+    """
+    changes = [inject(block) if inject is not None else None for block in blocks]
+    entered: Boundary | None = None
+    for i, block in enumerate(blocks):
+        if watch is not None:
+            watch(block, x if entered is None else entered.x)
+        change = changes[i]
+        if change is not None:
+            x = change(x)
+        if entered is None:
+            entered = block.enter(x, pre)
+        y, between = block.run(entered, functools.partial(attention, block), image)
+        if i + 1 < len(blocks) and changes[i + 1] is None:
+            entered = blocks[i + 1].cross(y, between, "attn")
+        else:
+            x, pre, entered = mhc_expand(y, between.x, between.post, between.comb), between.pre, None
+    return x, pre

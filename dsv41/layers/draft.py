@@ -10,11 +10,11 @@ from .._op import check, check_tensor, check_values
 from ..cache import PagedKV
 from ..config import V41FlashConfig
 from ..formats import MXFP8
-from ..ops import linear, markov_bias, mhc_collapse, quantize_mxfp8, rms_norm, sparse_attn
+from ..ops import linear, markov_bias, mhc_collapse, rms_norm, rms_norm_quantize, sparse_attn
 from ..ops.draft import DraftBlock
 from ..ops.verify import sample_tokens
 from .attention import Attention
-from .block import Block, embed_streams
+from .block import Block, embed_streams, run_blocks
 from .linear import BlockLinear, Weight, frozen
 from .state import V41State, request_of_rows, rope_tables
 
@@ -214,8 +214,8 @@ class Drafter(nn.ModuleList):
             slots = torch.where(kept, request * ring + positions % ring, -1).to(torch.int32)
             cos, sin = rope_tables(self.cfg, positions, False)
             stages = self._stages()
-            main = rms_norm(stages[0].main_proj(inputs), stages[0].main_norm.weight, eps=self.cfg.norm_eps)
-            main = quantize_mxfp8(main)
+            main = stages[0].main_proj(inputs)
+            main = rms_norm_quantize(main, stages[0].main_norm.weight, eps=self.cfg.norm_eps)
             for stage in stages:
                 stage.attn.write_window(main, cos, sin, slots, state.windows[stage.layer])
 
@@ -253,9 +253,11 @@ class Drafter(nn.ModuleList):
             ids = anchors[:, None].repeat(1, block)
             ids[:, 1:] = cfg.draft.noise_token
             x, pre = embed_streams(ids.flatten(), self._shared[0].weight, cfg.num_streams)
-            for stage in self._stages():
-                ring = state.windows[stage.layer]
-                x, pre = stage(x, pre, lambda h, s=stage, r=ring: attend_block(s.attn, h, r, plan), None)
+
+            def attend(stage: Block, h: torch.Tensor, hq: MXFP8) -> torch.Tensor:
+                return attend_block(stage.attn, hq, state.windows[stage.layer], plan)
+
+            x, pre = run_blocks(self._stages(), x, pre, attend, None)
             return self.chain(mhc_collapse(x, pre), anchors, sample or most_likely)
 
     def plan(self, state: V41State) -> BlockPlan:
@@ -317,9 +319,8 @@ def _check_ids(label: str, ids: torch.Tensor, vocab: int) -> None:
         check(int(ids.max()) < vocab, "Drafter", f"{label} below {vocab}", ids.tolist())
 
 
-def attend_block(attn: Attention, h: torch.Tensor, ring: PagedKV, plan: BlockPlan) -> torch.Tensor:
-    """Attention of block rows over the ring and the block: h [num_tokens, hidden] bf16 to the same."""
-    hq: MXFP8 = quantize_mxfp8(h)
+def attend_block(attn: Attention, hq: MXFP8, ring: PagedKV, plan: BlockPlan) -> torch.Tensor:
+    """Attention of block rows over the ring and the block: MXFP8 [num_tokens, hidden] to bf16."""
     attn.write_window(hq, plan.cos, plan.sin, plan.row_slots, plan.rows)
     q, _ = attn.queries(hq, plan.cos, plan.sin)
     scale, sink = attn.cfg.softmax_scale, attn.attn_sink

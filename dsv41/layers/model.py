@@ -2,15 +2,17 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from .._op import check, check_tensor, check_values
 from ..config import V41FlashConfig
+from ..formats import MXFP8
 from ..ops import engram_gate, engram_hash, linear, mhc_collapse, rms_norm
 from .attention import Selection
-from .block import Block, embed_streams
+from .block import Block, embed_streams, run_blocks
 from .draft import Drafter
 from .engram import EngramSpec, EngramStore, TokenMap, append_ids, dead_tokens, lookback_ids
 from .expert_parallel import EPLayer, ExpertParallel, elsewhere
@@ -205,14 +207,25 @@ class V41Flash(nn.Module):
         rows = self.engram_rows(tokens, step, state, cu_seqlens)
         dead, image = dead_tokens(tokens, cfg.image_token), self.image_rows(tokens)
         shared = Selection()
-        for i, layer in enumerate(itertools.islice(self.layers, num_layers)):
-            assert isinstance(layer, Layer)
-            self.capture(i, x, draft_inputs)
-            if layer.engram is not None:
-                x = layer.engram(x, rows[:, cfg.engram.layers.index(i)], dead)
-            attention = functools.partial(layer.attn, step=step, state=state, shared=shared)
-            x, pre = layer(x, pre, attention, image)
-        return x, pre
+
+        def attend(layer: Block, h: torch.Tensor, hq: MXFP8) -> torch.Tensor:
+            return layer.attn(h, hq, step, state, shared)
+
+        def inject(layer: Block) -> Callable[[torch.Tensor], torch.Tensor] | None:
+            if not isinstance(layer, Layer) or layer.engram is None:
+                return None
+            column = cfg.engram.layers.index(layer.layer)
+            return functools.partial(layer.engram, rows=rows[:, column], dead=dead)
+
+        def watch(layer: Block, x: torch.Tensor) -> None:
+            self.capture(layer.layer, x, draft_inputs)
+
+        return run_blocks(self.blocks[:num_layers], x, pre, attend, image, watch=watch, inject=inject)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The backbone's layers."""
+        return [layer for layer in self.layers if isinstance(layer, Block)]
 
     def capture(
         self, layer: int, x: torch.Tensor, draft_inputs: torch.Tensor | None, rows: torch.Tensor | None = None

@@ -5,7 +5,7 @@ from torch import nn
 
 from .._op import check
 from ..config import V41FlashConfig
-from ..formats import E8M0, MXFP4Experts
+from ..formats import E8M0, MXFP8, MXFP4Experts
 from ..ops import linear, mxfp4_moe, pack_experts, quantize_mxfp8, swiglu_quantize, topk_route
 from .expert_parallel import EPLayer
 from .linear import BlockLinear, frozen
@@ -96,11 +96,15 @@ class MoE(nn.Module):
             image=image,
         )
 
-    def forward(self, x: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, image: torch.Tensor | None = None, q: MXFP8 | None = None
+    ) -> torch.Tensor:
+        """``q`` is ``x`` as MXFP8, where it is there already."""
         ids, weights = self.route(x, image)
-        q, limit, shared = quantize_mxfp8(x), self.cfg.swiglu_limit, self.shared_experts
+        q = quantize_mxfp8(x) if q is None else q
         flight = None if self.ep is None else self.ep.dispatch(q, ids, weights)
         # The shared expert runs while rows travel.
+        limit, shared = self.cfg.swiglu_limit, self.shared_experts
         gate_up = torch.cat([shared.w1(q), shared.w3(q)], 1)
         y = shared.w2(swiglu_quantize(gate_up, limit=limit))
         if flight is None:

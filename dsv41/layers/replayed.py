@@ -1,6 +1,5 @@
 """One forward under bounded replay: every row in the encoder layers, a plan's rows in the decoder layers."""
 
-import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -9,9 +8,9 @@ import torch
 from .._op import check, check_values
 from ..cache import PagedKV
 from ..config import V41FlashConfig
-from ..ops import quantize_mxfp8
+from ..formats import MXFP8
 from .attention import Selection
-from .block import Block
+from .block import Block, run_blocks
 from .state import Step, V41State, plan_step
 
 if TYPE_CHECKING:
@@ -122,10 +121,10 @@ class ReplayedForward:
     def write_global_kv(self, boundary: tuple[torch.Tensor, ...], plan: Any) -> None:
         """The first decoder layer's entries and index keys of all rows; their window rows with "all_rows"."""
         layer = self.layer(self.first)
-        h = layer.enter(*boundary[:2])
+        h, hq = layer.attention_input(*boundary[:2])
         layer.attn.write_entries(h, self.step, self.state)
         if plan.first_layer_differs:
-            self.first_window = layer.attn.fill_window(quantize_mxfp8(h), self.step, self.state, self.shared)
+            self.first_window = layer.attn.fill_window(hq, self.step, self.state, self.shared)
 
     def decode_rows(self, kept: tuple[torch.Tensor, ...], plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Decoder layers over the kept rows; writes no entry and no index key."""
@@ -135,19 +134,20 @@ class ReplayedForward:
         step = plan_step(self.state, positions, replay.cu_seqlens_q, plan.max_q_len, replay.floor)
         visible = {r: torch.where(replay.attends, count, 0) for r, count in step.visible.items()}
         step = replace(step, visible=visible)
-        for i in range(self.first, self.model.cfg.num_layers):
-            layer = self.layer(i)
-            self.model.capture(i, x[: plan.num_rows], self.draft_inputs, replay.rows)
-            if i == self.first:
-                attention = functools.partial(self.attend_first, step=step)
-            else:
-                attention = functools.partial(layer.attn, step=step, state=self.state, shared=self.shared)
-            x, pre = layer(x, pre, attention, image)
-        return x, pre
 
-    def attend_first(self, h: torch.Tensor, step: Step) -> torch.Tensor:
+        def attend(layer: Block, h: torch.Tensor, hq: MXFP8) -> torch.Tensor:
+            if layer.layer == self.first:
+                return self.attend_first(h, hq, step)
+            return layer.attn(h, hq, step, self.state, self.shared)
+
+        def watch(layer: Block, x: torch.Tensor) -> None:
+            self.model.capture(layer.layer, x[: plan.num_rows], self.draft_inputs, replay.rows)
+
+        return run_blocks(self.model.blocks[self.first :], x, pre, attend, image, watch=watch)
+
+    def attend_first(self, h: torch.Tensor, hq: MXFP8, step: Step) -> torch.Tensor:
         """Attention of the first decoder layer: its entries are written, its window rows perhaps."""
-        attention, hq = self.layer(self.first).attn, quantize_mxfp8(h)
+        attention = self.layer(self.first).attn
         window = self.first_window
         if window is None:
             window = attention.fill_window(hq, step, self.state, self.shared)

@@ -193,6 +193,20 @@ class V41State:
                 check(least <= new <= old, name, f"request {r}: {least} to {old} tokens", new)
         self.lens.copy_(lens)
 
+    def first(self, requests: int) -> "V41State":
+        """The first ``requests`` sequences, as views: a step over them changes this state."""
+        good = 0 <= requests <= self.num_requests
+        check(good, "V41State.first", f"requests: 0 to {self.num_requests}", requests)
+        return replace(
+            self,
+            lens=self.lens[:requests],
+            written=self.written[:requests],
+            tokens=self.tokens[:requests],
+            page_table=self.page_table[:requests],
+            windows=tuple(PagedKV(ring.pages[:requests], ring.record) for ring in self.windows),
+            carry={i: ring[:requests] for i, ring in self.carry.items()},
+        )
+
     def reset(self, request: int) -> None:
         """Empty one request's sequence. Its pages and rings stay its own."""
         self._check_request("V41State.reset", request)
