@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint types
+.PHONY: demo test lint types docs
 
 demo: $(VENV)/.demo
 	$(RUN) -m dsv41 demo
@@ -17,6 +17,10 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(RUN) -m pyright
+
+# The site; a broken link or reference fails.
+docs: $(VENV)/.dev
+	$(RUN) -m sphinx -W --keep-going -q -b html docs build/docs
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -3,19 +3,25 @@ somewhere.
 """
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
 
+from dsv41 import support
+from dsv41._op import ops
 from dsv41.bench import tables
-from dsv41.support import refresh
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_examples_run(page: Path) -> None:
     names: dict[str, object] = {"__name__": page.stem}
     torch.manual_seed(0)
@@ -25,16 +31,28 @@ def test_examples_run(page: Path) -> None:
     assert page.read_text("utf-8").strip()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text("utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_support_table_is_fresh() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    assert refresh(text) == text, "run python -m dsv41.support"
+def test_support_tables_are_fresh() -> None:
+    pages, families = support.documents(), set()
+    for page in pages:
+        text = page.read_text("utf-8")
+        assert support.refresh(text) == text, f"{page.name}: run python -m dsv41.support"
+        families |= set(re.findall(r"<!-- support of (\w+):", text))
+    assert families == {op.package.split(".")[2] for op in ops().values()}, "a page for every family of ops"
+    assert ROOT / "README.md" in pages
+
+
+def test_drawings_are_fresh() -> None:
+    drawings = runpy.run_path(str(ROOT / "docs" / "figures.py"))["DRAWINGS"]
+    for name, draw in drawings.items():
+        made = (ROOT / "docs" / "img" / f"{name}.svg").read_text("utf-8")
+        assert str(draw()) == made, "run python docs/figures.py"
 
 
 def test_tables_of_results_are_fresh() -> None:
