@@ -20,13 +20,16 @@ from .confidence import (
     survival,
 )
 from .cost import StepCost
+from .decode import DecodeGraphs, Emission, default_sizes
 from .generate import DraftCounts, Generated, OracleDrafter, generate
 from .streams import Streams
 
 __all__ = [
     "Accepted",
     "Calibration",
+    "DecodeGraphs",
     "DraftCounts",
+    "Emission",
     "Generated",
     "OracleDrafter",
     "StaleConfidence",
@@ -35,6 +38,7 @@ __all__ = [
     "accept",
     "budget_curve",
     "budget_of_tier",
+    "default_sizes",
     "expected_calibration_error",
     "first_survival",
     "fit_calibration",
