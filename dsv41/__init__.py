@@ -12,8 +12,9 @@ from .config import V41FlashConfig
 if TYPE_CHECKING:
     from . import cache, eplb, formats, layers, ops, replay, spec
     from .memory import plan_memory
+    from .warm import prepare
 
-_HOMES = {"plan_memory": "memory"}  # functions whose modules load on first use
+_HOMES = {"plan_memory": "memory", "prepare": "warm"}  # functions whose modules load on first use
 _SUBPACKAGES = ("cache", "eplb", "formats", "layers", "ops", "replay", "spec")
 __all__ = [
     "Target",
@@ -28,6 +29,7 @@ __all__ = [
     "no_compile",
     "ops",
     "plan_memory",
+    "prepare",
     "replay",
     "spec",
     "use",

@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -254,6 +255,7 @@ class Op:
                 check(kernel in known, self.name, f"kernel: one of {[*known, 'torch']}", kernel)
                 module, name = f"{self.package}.{kernel}", self.name
             self._launchers[kernel] = getattr(importlib.import_module(module), name)
+            _watch_triton()
         return self._launchers[kernel]
 
 
@@ -317,11 +319,35 @@ def _op_name(caller: str, op: Any) -> str:
 @contextlib.contextmanager
 def no_compile() -> Iterator[None]:
     """Inside the context a kernel that is not compiled yet is an error: proves that a step cannot stall."""
+    _watch_triton()
     token = _no_compile.set(True)
     try:
         yield
     finally:
         _no_compile.reset(token)
+
+
+def refuse_compiling(kernel: str) -> None:
+    """Raise where a kernel must be there already: under `no_compile` and while a graph is captured."""
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if _no_compile.get() or capturing:
+        where = "a graph is being captured" if capturing else "compiling is off (no_compile)"
+        raise RuntimeError(f"{kernel} is not compiled and {where}; call dsv41.prepare(cfg) first")
+
+
+def _watch_triton() -> None:
+    """Let Triton, once it is imported, ask before it compiles: through the hook that it offers for that."""
+    runtime = getattr(getattr(sys.modules.get("triton"), "knobs", None), "runtime", None)
+    before = getattr(runtime, "jit_cache_hook", None)
+    if runtime is None or getattr(before, "asks_dsv41", False):
+        return
+
+    def hook(**what: Any) -> Any:
+        refuse_compiling(f"{what['repr']} (Triton)")
+        return before(**what) if before is not None else None
+
+    hook.asks_dsv41 = True  # pyright: ignore[reportFunctionMemberAccess]
+    runtime.jit_cache_hook = hook
 
 
 def compiled(builder: Callable[..., Any]) -> Callable[..., Any]:
@@ -333,11 +359,7 @@ def compiled(builder: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(builder)
     def build(*args: Any) -> Any:
         if args not in cache:
-            capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-            if _no_compile.get() or capturing:
-                where = "a graph is being captured" if capturing else "compiling is off (no_compile)"
-                call = f"{builder.__name__}({', '.join(map(repr, args))})"
-                raise RuntimeError(f"{call} is not compiled and {where}; call dsv41.prepare(cfg) first")
+            refuse_compiling(f"{builder.__name__}({', '.join(map(repr, args))})")
             cache[args] = builder(*args)
         return cache[args]
 

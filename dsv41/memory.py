@@ -191,7 +191,7 @@ def plan_memory(
     slots = cfg.num_experts + redundant
     check(slots % ep == 0, name, f"{slots} experts and copies that {ep} ranks share evenly", slots / ep)
     classes = TokenMap.synthetic(cfg.vocab_size, cfg.engram.num_classes, 0)
-    model = _rank(cfg, classes, slots // ep, -(-cfg.draft.num_experts // ep), drafter)
+    model = rank_model(cfg, classes, slots // ep, -(-cfg.draft.num_experts // ep), drafter)
     allocate = functools.partial(
         V41State.allocate, cfg, block=block, drafts=drafts, drafter=drafter, device="meta"
     )
@@ -219,7 +219,7 @@ def plan_memory(
     )
 
 
-def _rank(
+def rank_model(
     cfg: V41FlashConfig, classes: TokenMap, experts: int, draft_experts: int, drafter: bool
 ) -> V41Flash:
     """One rank's modules without memory."""

@@ -208,7 +208,8 @@ def variants(cfg):
         yield _gate_up, (cfg.hidden, cfg.inter, rows, "sm_90a")
         yield _down, (cfg.hidden, cfg.inter, rows, "sm_90a")
     for with_shared in (False, True):
-        yield _combine, (cfg.hidden, cfg.top_k, with_shared, "sm_90a")
+        for top_k in sorted({cfg.top_k, cfg.draft.top_k}):
+            yield _combine, (cfg.hidden, top_k, with_shared, "sm_90a")
 
 
 def mxfp4_moe(

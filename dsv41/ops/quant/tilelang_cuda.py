@@ -79,9 +79,10 @@ def _swiglu(inter, round_bf16, unroll, arch):
 
 
 def widths(cfg):
-    """Row lengths of the operands that a layer quantises."""
+    """Row lengths of the operands that a layer, Engram or the drafter quantises."""
     attention = cfg.o_groups * cfg.o_rank
-    return sorted({cfg.hidden, cfg.q_rank, cfg.inter, attention, cfg.num_heads * cfg.head_dim})
+    others = cfg.engram.width, len(cfg.draft.target_layers) * cfg.hidden
+    return sorted({cfg.hidden, cfg.q_rank, cfg.inter, attention, cfg.num_heads * cfg.head_dim, *others})
 
 
 def variants(cfg):
