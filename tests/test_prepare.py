@@ -33,8 +33,8 @@ def test_every_op_of_a_step_is_met() -> None:
         "mhc_boundary", "mhc_mixes", "mhc_expand", "mhc_collapse", "engram_hash", "engram_lookup",
         "engram_gate", "topk_route", "mxfp4_moe", "block_linear", "grouped_linear", "linear", "rms_norm",
         "rope", "write_cache", "rms_norm_quantize", "quantize_mxfp8", "swiglu_quantize", "compress_pairs",
-        "copy_records", "index_query", "index_topk", "sparse_attn", "markov_bias", "sample_tokens", "split_budget_ragged",
-        "verify_drafts",
+        "copy_records", "index_query", "index_topk", "sparse_attn", "markov_bias", "sample_tokens",
+        "split_budget_ragged", "verify_drafts",
     }  # fmt: skip
     assert wanted <= names
 
