@@ -1,6 +1,7 @@
 """The examples run, and the engine among them serves what each request would get alone."""
 
 import random
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,15 @@ def test_engine_refuses_what_never_fits() -> None:
 def test_engine_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     load("engine")["main"]()
     assert capsys.readouterr().out.count("prompt tokens ->") == 3
+
+
+def test_grammar_example_speaks_the_grammar(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("xgrammar", reason="pip install 'dsv41[grammar]'")
+    load("grammar")["main"]()
+    *texts, counts = capsys.readouterr().out.splitlines()
+    form = re.compile(r"\{[a-c]+:\d{1,3}(,[a-c]+:\d{1,3})?\}  \(complete\)|\{[a-c]+.*  \(cut\)")
+    assert len(texts) == 2 and all(form.fullmatch(text) for text in texts), texts
+    assert counts.startswith("drafts accepted")
 
 
 def test_a_pool_smaller_than_all_requests() -> None:

@@ -111,10 +111,11 @@ class V41State:
         *,
         drafts: int | None = None,
         block: int = 64,
+        pages: int | None = None,
         drafter: bool = False,
         device: torch.device | str = "cpu",
     ) -> "V41State":
-        """Caches for ``num_requests`` sequences of up to ``max_tokens`` tokens, every page already assigned.
+        """Caches for ``num_requests`` sequences of up to ``max_tokens`` tokens.
 
         One pool holds all growing caches: a page has the block's entries of every source, side by side. It
         takes the bytes of the records and nothing more (890 a token for V4.1-Flash).
@@ -125,6 +126,8 @@ class V41State:
             max_tokens: tokens a sequence, rounded up to whole blocks.
             drafts: tokens that a step may take back; the config's draft block by default.
             block: tokens a page, even.
+            pages: pages of the pool that requests share; ``page_table`` is then all -1, and giving pages to
+                requests is up to the caller. None: enough for everybody, and every page assigned.
             drafter: also rings for the drafter's stages.
             device: where.
         """
@@ -134,27 +137,32 @@ class V41State:
         check(num_requests >= 0 and max_tokens >= 0, name, "sizes of 0 or more", (num_requests, max_tokens))
         check(max_tokens <= cfg.max_positions, name, f"max_tokens: up to {cfg.max_positions}", max_tokens)
         check(block >= 2 and block % 2 == 0, name, "block: an even number of tokens", block)
+        good = pages is None or (isinstance(pages, int) and pages >= 0)
+        check(good, name, "pages: a whole number of 0 or more, or None", pages)
         drafts = cfg.draft.block_size if drafts is None else drafts
         check(drafts >= 0, name, "drafts: 0 or more", drafts)
         ring, small = ring_slots(cfg, drafts)
         pages_each = -(-max_tokens // block)
+        held = num_requests * pages_each if pages is None else pages
         kinds = [(i, kind) for i in cfg.kv_sources for kind in ("compressed", "index_keys")]
         records = {
             "compressed": Record("nvfp4", cfg.head_dim),
             "index_keys": Record("mxfp4", cfg.index_dim),
         }
         spans = [block // cfg.compress_ratios[i] * records[kind].bytes for i, kind in kinds]
-        pool = torch.zeros((num_requests * pages_each, sum(spans)), dtype=torch.uint8, device=device)
+        pool = torch.zeros((held, sum(spans)), dtype=torch.uint8, device=device)
         caches: dict[str, dict[int, PagedKV]] = {"compressed": {}, "index_keys": {}}
         start = 0
         for (i, kind), span in zip(kinds, spans, strict=True):
-            pages = pool[:, start : start + span].unflatten(1, (-1, records[kind].bytes))
-            caches[kind][i] = PagedKV(pages, records[kind])
+            part = pool[:, start : start + span].unflatten(1, (-1, records[kind].bytes))
+            caches[kind][i] = PagedKV(part, records[kind])
             start += span
         window = Record("mxfp8", cfg.head_dim)
         layers = cfg.num_layers + (cfg.draft.num_stages if drafter else 0)
         rings = torch.zeros((layers, num_requests, ring, window.bytes), dtype=torch.uint8, device=device)
         table = torch.arange(num_requests * pages_each, dtype=torch.int32, device=device)
+        if pages is not None:
+            table.fill_(-1)
         carry = {
             i: torch.zeros((num_requests, small, 2 * cfg.head_dim), device=device)
             for i in cfg.kv_sources
