@@ -1,8 +1,8 @@
 """Text under a grammar, with drafts: XGrammar's bitmasks into dsv41's verification.
 
-``pip install 'dsv41[grammar]'``, then ``python examples/grammar.py``. A bit of the mask is a token id that the
-grammar allows; the mask of a row depends on the text and the drafts before it, so a draft that the grammar
-forbids is never verified as right.
+``pip install 'dsv41[grammar]'``, then ``python examples/grammar.py``. A set bit is a token id that the
+grammar allows. The mask of a row depends on the text and the drafts before it, so a draft that the grammar
+forbids never stays.
 """
 
 from collections.abc import Callable, Sequence

@@ -8,6 +8,7 @@ PARTS = {
     "cpu": "tokens a second of the incremental model on this CPU",
     "budget": "draft budgets against a fixed number of drafts, simulated",
     "moe": "MXFP4 experts of a layer on a CUDA device",
+    "throughput": "tokens a second with drafts, for measured and assumed acceptance",
     "replay": "bounded replay: rows, FLOPs and time",
     "attn": "sparse attention on a GPU, beside FlashMLA",
     "linear": "block-scaled linears on a CUDA device, beside bf16 products",
