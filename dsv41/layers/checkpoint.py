@@ -274,6 +274,22 @@ def synthetic_tensor(cfg: V41FlashConfig, name: str, seed: int) -> torch.Tensor:
     return torch.from_numpy(levels.view(bits).numpy()[picks]).view(dtype)
 
 
+def draw_tensor(out: torch.Tensor, cfg: V41FlashConfig, name: str, draw: torch.Generator) -> None:
+    """Fill a tensor with values of `synthetic_tensor`'s law, on its own device and quickly; other bits.
+
+    Args:
+        out: in the stored shape and dtype of ``name`` (int8 may be uint8).
+        cfg: the model's constants.
+        name: a name of ``expected_tensors(cfg, vision=True)``.
+        draw: generator on the device of ``out``.
+    """
+    spec = tensor_specs(cfg, True)[name]
+    levels = _levels(spec.row, spec.dtype)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[levels.element_size()]
+    picks = torch.randint(0, len(levels), out.shape, generator=draw, device=out.device, dtype=torch.int16)
+    out.view(bits).copy_(levels.view(bits).to(out.device)[picks.int()])
+
+
 def write_synthetic(cfg: V41FlashConfig, folder: str | Path, seed: int, *, vision: bool = False) -> None:
     """Write a checkpoint of any config in the official layout: shards, index and ``config.json``.
 

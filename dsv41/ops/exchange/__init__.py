@@ -1,5 +1,5 @@
 from .api import exchange_combine, exchange_pack, exchange_plan, exchange_unpack, record_bytes
-from .handle import Exchange, Flight
+from .handle import Exchange, Flight, usual_capacity
 from .peers import agree, facts
 from .transport import GroupTransport, LocalTransport, PeerLost, Transport, deepep_transport
 
@@ -18,4 +18,5 @@ __all__ = [
     "exchange_unpack",
     "facts",
     "record_bytes",
+    "usual_capacity",
 ]

@@ -4,7 +4,7 @@ import torch
 
 from ..._op import check, check_tensor
 from ...formats import MXFP8
-from .api import exchange_combine, exchange_pack, exchange_plan, exchange_unpack, record_bytes
+from .api import exchange_combine, exchange_pack, exchange_plan, exchange_unpack
 from .transport import Pending, Transport
 
 
@@ -118,6 +118,6 @@ class Flight:
         return exchange_combine(back, self._place, shared=shared, out=out)
 
 
-def exchange_bytes(tokens: int, top_k: int, hidden: int) -> tuple[int, int]:
-    """Bytes that ``tokens`` rows put on the way out and on the way back, in the exact form."""
-    return tokens * top_k * record_bytes(hidden), tokens * top_k * 2 * hidden
+def usual_capacity(tokens: int, top_k: int, ranks: int) -> int:
+    """A capacity for steps of up to ``tokens`` tokens a rank: half as much again as the mean, in sixteens."""
+    return min(tokens * top_k, -(-tokens * top_k * 3 // (2 * ranks * 16)) * 16)

@@ -1,0 +1,173 @@
+"""The backbone part of `bench ep`: the whole model over the ranks, random weights made where they are.
+
+Every rank prefills its own prompts under bounded replay and decodes its own requests. Engram tables are one
+constant file that the ranks map together, with fewer rows than the real tables: row numbers are taken modulo
+theirs. Caches of decode hold zeros: attention reads as many records as it would, whatever they say.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..formats import E4M3, E8M0
+from ..layers import V41Flash, V41State
+from ..layers.engram import EngramStore, MemoryEngramStore, TokenMap
+from ..layers.moe import Experts
+from ..ops.exchange import usual_capacity
+from ..replay import ReplayConfig, ReplayGeometry, ReplayMode, RequestSpan, plan_decoder
+from ..replay.device import to_device
+from .ep import fill
+
+if TYPE_CHECKING:
+    from .ep import Bench
+
+TABLE_ROWS = 1 << 20  # rows of the shared table: 0.28 GB at the real width
+STEPS = 8  # decode steps timed together
+
+
+class WrappedStore(EngramStore):
+    """A smaller table in place of a larger one."""
+
+    def __init__(self, store: MemoryEngramStore):
+        self._store, self.num_rows, self.head_dim = store, store.num_rows, store.head_dim
+
+    def lookup(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As `EngramStore.lookup`, of ``rows`` modulo the table's."""
+        return self._store.lookup(torch.where(rows < 0, rows, rows % self.num_rows), out)
+
+
+def shared_table(bench: Bench, head_dim: int) -> WrappedStore:
+    """A constant table in one file of the host, mapped by every rank; pinned on GPUs."""
+    width = head_dim + head_dim // 32
+    path = Path(tempfile.gettempdir()) / f"dsv41_bench_engram_{head_dim}.bin"
+    if bench.rank == 0:
+        with path.open("wb") as file:
+            file.truncate(TABLE_ROWS * width)
+    bench.wait()
+    raw = torch.from_file(str(path), shared=True, size=TABLE_ROWS * width, dtype=torch.uint8)
+    values, scale = raw.split([TABLE_ROWS * head_dim, TABLE_ROWS * (head_dim // 32)])
+    if bench.rank == 0:
+        values.fill_(0x30)  # 0.5
+        scale.fill_(127)
+    bench.wait()
+    if bench.cuda:
+        cudart: Any = torch.cuda.cudart()
+        code = int(cudart.cudaHostRegister(raw.data_ptr(), raw.numel(), 0))
+        if code:
+            raise RuntimeError(f"bench ep: expected to pin the shared Engram table, got CUDA error {code}")
+    if bench.rank == 0:
+        path.unlink()  # mapped everywhere: the memory goes with the processes
+    table = values.view(TABLE_ROWS, head_dim), scale.view(TABLE_ROWS, head_dim // 32)
+    return WrappedStore(MemoryEngramStore(table[0].view(E4M3), table[1].view(E8M0)))
+
+
+def build(bench: Bench, capacity: int) -> V41Flash:
+    """This rank's model, its experts in the kernel's order."""
+    cfg = bench.cfg
+    group = bench.group(cfg.num_layers, capacity)
+    with torch.device(bench.device):
+        model = V41Flash(cfg, TokenMap.synthetic(cfg.vocab_size, cfg.engram.num_classes, 0), ep_group=group)
+    fill(model.checkpoint_tensors(), cfg, bench.device, bench.args.seed)
+    if bench.cuda and cfg.hidden % 256 == 0 and cfg.inter % 128 == 0:
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.pack()
+    if cfg.engram.layers:
+        store = shared_table(bench, cfg.engram.head_dim)
+        for layer in cfg.engram.layers:
+            model.attach_engram(layer, store)
+    return model
+
+
+def backbone(bench: Bench) -> None:
+    """Rows of the whole model: how it fits, prefill, decode."""
+    args, began = bench.args, time.perf_counter()
+    model = build(bench, usual_capacity(max(args.decode), bench.cfg.top_k, bench.size))
+    row: dict[str, Any] = {"part": "fits", "build_s": bench.slowest(time.perf_counter() - began)}
+    row["weights"] = sum(p.nbytes for p in model.parameters())
+    if bench.cuda:
+        free, total = torch.cuda.mem_get_info()
+        row |= {"device_bytes": total, "least_free": -int(bench.slowest(-float(free)))}
+    bench.note(row)
+    prefill(bench, model)
+    for context in args.context:
+        for requests in args.decode:
+            decode(bench, model, requests, context)
+
+
+def prefill(bench: Bench, model: V41Flash) -> None:
+    """One prompt a rank, as long as the step, in the exact form."""
+    cfg, args, length = bench.cfg, bench.args, bench.args.prefill
+    assert model.ep is not None
+    tokens = torch.randint(0, cfg.image_token, (length,), device=bench.device, generator=bench.draw)
+    place = torch.arange(length, dtype=torch.int32, device=bench.device)
+    state = V41State.allocate(cfg, 1, length, device=bench.device)
+    geometry = ReplayGeometry.from_config(cfg)
+    mode = ReplayMode.COMPACT if args.replay else ReplayMode.OFF
+    config = ReplayConfig(mode, args.replay or geometry.min_keep, geometry=geometry)
+    spans = [RequestSpan(length, length, length)]
+    plan = to_device(plan_decoder(config, geometry, spans), bench.device)
+
+    def step() -> None:
+        state.reset(0)
+        model(tokens, place, state, rows=plan.logits_row.long(), replay=plan)
+
+    with model.ep.exactly():
+        us = bench.clock_us(step, repeats=3)
+    bench.note(
+        {
+            "part": "prefill",
+            "tokens": length,
+            "replay": args.replay,
+            "us": us,
+            "tokens_per_s": length / us * 1e6,
+        }
+    )
+
+
+def decode(bench: Bench, model: V41Flash, requests: int, context: int) -> None:
+    """Steps of one token a request, captured on a GPU, in the fixed form."""
+    cfg = bench.cfg
+    context = min(context, cfg.max_positions - 4 * STEPS)
+    row: dict[str, Any] = {"part": "decode", "requests": requests, "context": context}
+    assert model.ep is not None
+    try:
+        state = V41State.allocate(cfg, requests, context + 4 * STEPS, device=bench.device)
+        short = 0.0
+    except torch.OutOfMemoryError:
+        short = 1.0
+    if bench.slowest(short):
+        bench.note({**row, "skipped": "caches do not fit"})
+        return
+    tokens = torch.randint(0, cfg.image_token, (requests,), device=bench.device, generator=bench.draw)
+    place = torch.empty(requests, dtype=torch.int32, device=bench.device)
+    cu = torch.arange(requests + 1, dtype=torch.int32, device=bench.device)
+
+    def step() -> None:
+        place.copy_(state.lens)
+        model(tokens, place, state, cu_seqlens=cu, max_len=1)
+
+    def set_back() -> None:
+        state.lens.fill_(context)
+        state.written.fill_(context)
+
+    set_back()
+    step()  # compiles and allocates
+    run = step
+    if bench.cuda:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        run = graph.replay
+    set_back()
+    model.ep.exchange.lost()
+    steps = STEPS if bench.cuda else 1
+    us = bench.clock_us(lambda: [run() for _ in range(steps)], repeats=2) / steps
+    lost = sum(model.ep.exchange.lost())
+    bench.note({**row, "us": us, "lost_pairs": lost, "tokens_per_s": requests / us * 1e6})
