@@ -11,7 +11,7 @@ import torch
 
 from dsv41 import support
 from dsv41._op import ops
-from dsv41.bench import tables
+from dsv41.bench import plot, tables
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -58,6 +58,26 @@ def test_drawings_are_fresh() -> None:
 def test_tables_of_results_are_fresh() -> None:
     text = (ROOT / "docs" / "h200.md").read_text("utf-8")
     assert tables.refresh(text) == text, "run python -m dsv41.bench.tables"
+    picture = (ROOT / "docs" / "img" / "h200.svg").read_text("utf-8")
+    assert tables.picture() == picture, "run python -m dsv41.bench.tables"
+
+
+def test_the_picture_shows_what_it_is_given() -> None:
+    """A bar to the right of 1 where it is faster, to the left where slower, and none without a peer."""
+    row = {"us": 10.0, "case": "one", "TBps": 4.43 / 2}
+    empty: dict[str, list[plot.Row]] = {name: [] for name in ("moe", "attn", "linear")}
+    for peer, colour in ((20.0, plot.FAST), (5.0, plot.SLOW), (None, plot.SHARE)):
+        bars = re.findall(
+            r'<rect x="([\d.]+)".* width="([\d.]+)".*fill="(#\w+)"',
+            plot.svg({**empty, "index": [{**row, "peer_us": peer}]}),
+        )
+        first, last = bars[0], bars[-1]
+        assert first[2] == colour and float(last[1]) == plot.PANEL / 2
+        if peer:  # an octave of four
+            start = plot.LABEL + plot.PANEL / 4
+            assert (
+                float(first[0]) == (start if peer > 10 else plot.LABEL) and float(first[1]) == plot.PANEL / 4
+            )
 
 
 def test_the_cpu_example_has_twenty_lines_at_most() -> None:

@@ -13,6 +13,7 @@ PARTS = {
     "attn": "sparse attention on a GPU, beside FlashMLA",
     "linear": "block-scaled linears on a CUDA device, beside bf16 products",
     "ep": "expert parallel over the ranks of torchrun, on GPUs or CPUs",
+    "quant": "quantising ops on a CUDA device",
     "eplb": "expert placements: imbalance, movement and planning time",
     "rows": "mHC, Engram, router and budget split on a CUDA device, beside DeepGEMM and TileKernels",
     "index": "index scores and selection on a CUDA device, beside DeepGEMM and torch.topk",

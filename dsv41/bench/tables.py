@@ -1,9 +1,13 @@
-"""The tables of `docs/h200.md`, made from the committed results: ``python -m dsv41.bench.tables``."""
+"""The tables and the picture of `docs/h200.md`, made from the committed results:
+``python -m dsv41.bench.tables``.
+"""
 
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from . import plot
 
 ROOT = Path(__file__).parents[2] / "docs"
 Row = dict[str, Any]
@@ -95,6 +99,12 @@ def refresh(text: str) -> str:
     return text
 
 
+def picture() -> str:
+    """``docs/img/h200.svg``."""
+    return plot.svg({name: read(name) for name in ("moe", "attn", "index", "linear")})
+
+
 if __name__ == "__main__":
     document = ROOT / "h200.md"
     document.write_text(refresh(document.read_text("utf-8")), "utf-8")
+    (ROOT / "img" / "h200.svg").write_text(picture(), "utf-8")
