@@ -48,7 +48,10 @@ def _copy_hopper(source: Any, source_slots: Any, slots: Any, pages: Any) -> str 
 
 
 def _kernels(supports: Any) -> tuple[Kernel, ...]:
-    return (Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=supports),)
+    return (
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=supports),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
+    )
 
 
 _PAIRS = Op(

@@ -24,20 +24,29 @@ _HASH = Op(
     " Tensor(a!) out) -> ()",
     reference="dsv41_reference.engram:engram_hash",
     package=__package__,
-    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",), supports=_whole),),
+    kernels=(
+        Kernel("triton_cuda", "cuda", needs=("triton",), supports=_whole),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_whole),
+    ),
 )
 _LOOKUP = Op(
     "engram_lookup(Tensor rows, Tensor values, Tensor scale, Tensor(a!) out) -> ()",
     reference="dsv41_reference.engram:engram_lookup",
     package=__package__,
-    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",)),),
+    kernels=(
+        Kernel("triton_cuda", "cuda", needs=("triton",)),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
+    ),
 )
 _GATE = Op(
     "engram_gate(Tensor x, Tensor kv, Tensor q_weight, Tensor k_weight, Tensor? dead, float eps,"
     " Tensor(a!) out) -> ()",
     reference="dsv41_reference.engram:engram_gate",
     package=__package__,
-    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",), supports=_one_tile),),
+    kernels=(
+        Kernel("triton_cuda", "cuda", needs=("triton",), supports=_one_tile),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
+    ),
 )
 _INTEGERS = (torch.int32, torch.int64)
 

@@ -25,7 +25,10 @@ def _boundary(
 
 
 def _triton(supports: Callable[..., str | None] | None = None) -> tuple[Kernel, ...]:
-    return (Kernel("triton_cuda", "cuda", needs=("triton",), supports=supports),)
+    return (
+        Kernel("triton_cuda", "cuda", needs=("triton",), supports=supports),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=supports),
+    )
 
 
 _MIXES = Op(

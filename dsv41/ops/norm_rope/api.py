@@ -42,7 +42,7 @@ _RMS_NORM = Op(
     package=__package__,
     kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_rows_fit), _NPU),
 )
-_NORM_QUANTIZE = Op(
+NORM_QUANTIZE = Op(
     "rms_norm_quantize(Tensor x, Tensor weight, float eps, float floor, Tensor(a!)? norm, Tensor(b!) values,"
     " Tensor(c!) scale) -> ()",
     reference="dsv41_reference.norm_rope:rms_norm_quantize",
@@ -130,7 +130,7 @@ def rms_norm_quantize(
     if norm is not None:
         check_tensor(name, "norm", norm, tuple(x.shape), torch.bfloat16, like=x)
     out = quantised_output(name, MXFP8, out, tuple(x.shape), x)
-    _NORM_QUANTIZE(x, weight, eps, floor, norm, *out.flat())
+    NORM_QUANTIZE(x, weight, eps, floor, norm, *out.flat())
     return out
 
 

@@ -17,14 +17,20 @@ _ROUTE = Op(
     " float scale, Tensor(a!) ids, Tensor(b!) weights) -> ()",
     reference="dsv41_reference.route:topk_route",
     package=__package__,
-    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",), supports=_few),),
+    kernels=(
+        Kernel("triton_cuda", "cuda", needs=("triton",), supports=_few),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
+    ),
 )
 
 _PHYSICAL = Op(
     "physical_experts(Tensor expert_ids, Tensor table, int source, Tensor step, Tensor(a!) out) -> ()",
     reference="dsv41_reference.route:physical_experts",
     package=__package__,
-    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",)),),
+    kernels=(
+        Kernel("triton_cuda", "cuda", needs=("triton",)),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
+    ),
 )
 
 

@@ -2,15 +2,14 @@
 
 Cores run one after the other, the threads of a SIMT function as fibers. Reported: accesses outside of the
 unified buffer or of a tensor, reads of unified buffer that was never written, two threads (or two cores)
-that touch a byte without a barrier between them, barriers that not every thread reaches, waits that nothing
-notified.
+or pipes that touch a byte without a barrier or notification between them, barriers that not every thread
+reaches, waits that nothing notified.
 
 It proves numerics and indexing, not that CANN means the same by its names. Assumed, from names and from
 TileLang's templates (none of it checked against CANN or a device): ``asc_copy_*_align`` copies bursts with
 strides in bytes; a warp is 32 threads; ``asc_reduce_*`` combines all lanes of a warp; conversions round to
-nearest even; E4M3 saturates; ``expf``, ``logf`` and the like are accurate. Not modelled: that the pipes of a
-core run at the same time (only that every wait has its notification), caches between cores, timing, cube
-cores.
+nearest even; E4M3 saturates; ``expf``, ``logf`` and the like are accurate. Not modelled: caches between
+cores, timing, cube cores.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ _CHECKED = [
     "--param", "asan-instrumentation-with-call-threshold=0",
     "--param", "asan-stack=0", "--param", "asan-globals=0",
 ]  # fmt: skip
-_UB = "__ubuf__ uint8_t *buf_dyn_shmem = (__ubuf__ uint8_t *)0;"
+_UB = re.compile(r"(__ubuf__ (\w+) \*\w+ = )\(__ubuf__ \w+ \*\)0;")  # the unified buffer begins at 0
 _HEAD = re.compile(r'extern "C" __global__ __vector__ void (\w+)\(([^)]*)\)')
 _GUARD = 4096
 
@@ -56,7 +55,7 @@ class Emulated:
 
     def __init__(self, func: Any, cores: int, edit: Callable[[str], str] = lambda source: source) -> None:
         self.func, self.cores = func, cores
-        self.source = edit(ascend_source(func)).replace(_UB, "uint8_t *buf_dyn_shmem = emu::ub();")
+        self.source = _UB.sub(r"\1reinterpret_cast<\2*>(emu::ub());", edit(ascend_source(func)))
         found = _HEAD.search(self.source)
         assert found is not None, "one vector kernel in the source"
         self.name = found[1]

@@ -1,9 +1,10 @@
 // Runs the cores of an Ascend C vector kernel one after the other; the threads of a SIMT function are fibers.
 //
-// Pipes run in program order, which is one legal schedule; a wait that nothing notified is an error. Every byte
-// of the unified buffer and of the tensors knows its last writer and reader: two threads of one function that
-// touch a byte without a barrier in between, two cores that touch a byte of which one writes, accesses outside
-// of both memories, and reads of unified buffer that nobody wrote are errors.
+// Pipes run in program order here and at the same time on a device: clocks say what a pipe knows of the others
+// through notifications that it waited for. Every byte of the unified buffer and of the tensors knows its last
+// writer and reader. Errors are two threads of a function that touch a byte without a barrier between them, two
+// pipes without a notification, two cores at all (where one of both writes), a wait that nothing notified,
+// accesses outside of both memories, and reads of unified buffer that nobody wrote.
 #include "runtime.h"
 
 #include <setjmp.h>
@@ -11,9 +12,11 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <string>
 #include <tuple>
@@ -26,10 +29,13 @@ namespace emu {
 namespace {
 constexpr size_t kUnified = 248 * 1024, kStack = 64 * 1024, kThreads = 2048;
 constexpr int kNobody = -1, kMany = -2, kPipe = 65535;  // kPipe: a copy or the scalar unit, not a thread
+using Clock = std::array<uint32_t, PIPE_ALL>;
 
 struct Touch {  // of one byte
   int core = kNobody, thread = kNobody;
   uint32_t epoch = 0;
+  pipe_t pipe = PIPE_S;
+  uint32_t time = 0;  // of that pipe
 };
 struct Byte {
   Touch written, read;
@@ -49,10 +55,13 @@ struct Fiber {
 
 alignas(4096) uint8_t unified[kUnified];
 std::vector<Byte> unified_bytes(kUnified), tensor_bytes;
+size_t used = kUnified;  // of the unified buffer, by the core before
 uint8_t* arena;
 size_t arena_size;
 std::vector<Range> ranges;
-std::map<std::tuple<int, int, int>, int> notified;
+std::map<std::tuple<int, int, int>, std::deque<Clock>> notified;
+std::array<Clock, PIPE_ALL> known;  // known[p][q]: how much of pipe q is over when pipe p goes on
+pipe_t running = PIPE_S;
 std::vector<Fiber> fibers;
 uint8_t* stacks;
 int current = kPipe;
@@ -69,6 +78,8 @@ void touch(Byte& byte, bool write, const char* name, size_t at) {
     if (t.core == kNobody) return;
     if (t.core != block_idx)
       fail("core %d %s %s byte %zu that core %d %s", block_idx, write ? "writes" : "reads", name, at, t.core, did);
+    if (t.pipe != running && known[running][t.pipe] < t.time)
+      fail("pipe %d %s %s byte %zu that pipe %d %s, which it did not wait for", running, write ? "writes" : "reads", name, at, t.pipe, did);
     if (t.epoch == epoch && t.thread != current)
       fail("%s %s %s byte %zu that %s %s without a barrier between them", who(current).c_str(),
            write ? "writes" : "reads", name, at, t.thread == kMany ? "others" : who(t.thread).c_str(), did);
@@ -76,11 +87,11 @@ void touch(Byte& byte, bool write, const char* name, size_t at) {
   clash(byte.written, "wrote");
   if (write) {
     clash(byte.read, "read");
-    byte.written = {block_idx, current, epoch};
+    byte.written = {block_idx, current, epoch, running, known[running][running]};
   } else if (byte.read.core == block_idx && byte.read.epoch == epoch && byte.read.thread != current) {
     byte.read.thread = kMany;
   } else {
-    byte.read = {byte.read.core != kNobody && byte.read.core != block_idx ? kMany : block_idx, current, epoch};
+    byte.read = {byte.read.core != kNobody && byte.read.core != block_idx ? kMany : block_idx, current, epoch, running, known[running][running]};
   }
 }
 
@@ -90,6 +101,7 @@ void access(const void* address, size_t size, bool write) {
   if (p >= unified && p < unified + kUnified) {
     const size_t at = p - unified;
     if (at + size > kUnified) fail("%s past the end of the unified buffer", verb);
+    used = std::max(used, at + size);
     for (size_t i = at; i < at + size; ++i) {
       if (!write && unified_bytes[i].written.core == kNobody) fail("read of unified buffer + %zu, never written", i);
       touch(unified_bytes[i], write, "unified buffer", i);
@@ -138,6 +150,14 @@ void fail(const char* format, ...) {
   message = "core " + std::to_string(block_idx) + (current == kPipe ? "" : ", " + who(current)) + ": " + text;
   _longjmp(outside, 1);
 }
+struct On {  // work of a pipe; the scalar unit starts it and does not wait for it
+  pipe_t before = running;
+  explicit On(pipe_t pipe) {
+    for (int q = 0; q < PIPE_ALL; ++q) known[pipe][q] = std::max(known[pipe][q], known[PIPE_S][q]);
+    ++known[pipe][pipe], running = pipe, ++epoch;
+  }
+  ~On() { running = before, ++known[PIPE_S][PIPE_S], ++epoch; }
+};
 unsigned lane() { return current % 32; }
 unsigned warp_lanes() { return std::min<unsigned>(32, fibers.size() - current / 32 * 32); }
 
@@ -147,7 +167,7 @@ void run_threads(Index threads, void (*body)(void*), void* data) {
   if (!stacks)
     stacks = static_cast<uint8_t*>(mmap(nullptr, kStack * kThreads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   body_ = body, data_ = data, blockDim = threads;
-  ++epoch;
+  const On on(PIPE_V);
   fibers.assign(count, {});
   for (size_t t = 0; t < count; ++t) {
     fibers[t].index = {unsigned(t % threads.x), unsigned(t / threads.x % threads.y), unsigned(t / threads.x / threads.y)};
@@ -179,7 +199,6 @@ void run_threads(Index threads, void (*body)(void*), void* data) {
     }
     if (!released) fail("deadlock: of %zu threads %zu have ended and %zu wait at a barrier", count, done, at_barrier);
   }
-  ++epoch;
 }
 
 uint64_t exchange(uint64_t value, unsigned lane) {
@@ -191,22 +210,24 @@ uint64_t exchange(uint64_t value, unsigned lane) {
   return got;
 }
 
-void copy(uint8_t* to, const uint8_t* from, int bursts, int bytes, int64_t to_stride, int64_t from_stride) {
+void copy(pipe_t pipe, uint8_t* to, const uint8_t* from, int bursts, int bytes, int64_t to_stride, int64_t from_stride) {
   if (bursts < 0 || bytes < 0) fail("a copy of %d x %d bytes", bursts, bytes);
-  ++epoch;
+  const On on(pipe);
   for (int i = 0; i < bursts; ++i) {
     access(from + i * from_stride, bytes, false);
     access(to + i * to_stride, bytes, true);
     memcpy(to + i * to_stride, from + i * from_stride, bytes);
   }
-  ++epoch;
 }
 }  // namespace emu
 
 void asc_syncthreads() { emu::pause(emu::Fiber::kBlock); }
-void asc_sync_notify(pipe_t from, pipe_t to, event_t event) { ++emu::notified[{from, to, event}]; }
+void asc_sync_notify(pipe_t from, pipe_t to, event_t event) { emu::notified[{from, to, event}].push_back(emu::known[from]); }
 void asc_sync_wait(pipe_t from, pipe_t to, event_t event) {
-  if (--emu::notified[{from, to, event}] < 0) emu::fail("pipe %d waits for pipe %d, event %d, which nothing notified", to, from, event);
+  auto& queue = emu::notified[{from, to, event}];
+  if (queue.empty()) emu::fail("pipe %d waits for pipe %d, event %d, which nothing notified", to, from, event);
+  for (int q = 0; q < PIPE_ALL; ++q) emu::known[to][q] = std::max(emu::known[to][q], queue.front()[q]);
+  queue.pop_front();
 }
 
 namespace emu {
@@ -238,12 +259,15 @@ extern "C" const char* emu_run(int cores, void* const* slots, uint8_t* arena, si
   for (block_idx = 0; block_idx < cores; ++block_idx) {
     emu::current = emu::kPipe;
     emu::notified.clear();
-    emu::unified_bytes.assign(emu::kUnified, {});
-    memset(emu::unified, 0xFF, emu::kUnified);
+    emu::known = {};
+    emu::running = PIPE_S;
+    std::fill_n(emu::unified_bytes.begin(), emu::used, emu::Byte());
+    memset(emu::unified, 0xFF, emu::used);
+    emu::used = 0;
     ++emu::epoch;
     dsv41_kernel(slots);
-    for (auto& [key, count] : emu::notified)
-      if (count) emu::fail("pipe %d ends with %d notifications of event %d too many", std::get<0>(key), count, std::get<2>(key));
+    for (auto& [key, queue] : emu::notified)
+      if (queue.size()) emu::fail("the core ends with a notification of pipe %d, event %d, too many", std::get<0>(key), std::get<2>(key));
   }
   return nullptr;
 }

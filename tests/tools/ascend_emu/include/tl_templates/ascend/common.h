@@ -2,6 +2,7 @@
 #pragma once
 #include "simt_api/asc_fp8.h"
 #include "tl_templates/ascend/ascend_fp8.h"
+#include "tl_templates/ascend/numeric_limits.h"
 #include "tl_templates/ascend/reduce.h"
 
 using asc_load_l2_cache_mode = int;
@@ -9,8 +10,8 @@ using asc_store_l2_cache_mode = int;
 inline void asc_init() {}
 // Bursts of `bytes`; the strides of both sides in bytes.
 inline void asc_copy_gm2ub_align(uint8_t* to, uint8_t* from, int bursts, int bytes, int, int, int, asc_load_l2_cache_mode, int64_t from_stride, int64_t to_stride) {
-  emu::copy(to, from, bursts, bytes, to_stride, from_stride);
+  emu::copy(PIPE_MTE2, to, from, bursts, bytes, to_stride, from_stride);
 }
 inline void asc_copy_ub2gm_align(uint8_t* to, uint8_t* from, int bursts, int bytes, asc_store_l2_cache_mode, int64_t to_stride, int64_t from_stride) {
-  emu::copy(to, from, bursts, bytes, to_stride, from_stride);
+  emu::copy(PIPE_MTE3, to, from, bursts, bytes, to_stride, from_stride);
 }
