@@ -84,6 +84,7 @@ class PagedKV:
 
     @property
     def num_slots(self) -> int:
+        """Records that fit; slots count from 0."""
         return self.pages.shape[0] * self.pages.shape[1]
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:

@@ -190,6 +190,7 @@ class V41FlashConfig:
 
     @property
     def softmax_scale(self) -> float:
+        """What multiplies attention scores: 1 / sqrt(head_dim)."""
         return self.head_dim**-0.5
 
     @staticmethod

@@ -188,14 +188,17 @@ class MXFP4Experts:
 
     @property
     def num_experts(self) -> int:
+        """Experts of this view: those of the rank."""
         return self.w13.shape[0]
 
     @property
     def hidden(self) -> int:
+        """Width of the rows that go in and come out."""
         return self.w13.shape[2] * 2
 
     @property
     def inter(self) -> int:
+        """Width between the two products."""
         return self.w13.shape[1] // 2
 
     def flat(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, str]:

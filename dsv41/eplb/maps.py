@@ -89,7 +89,10 @@ def imbalance(
 
 
 def duplicates(physical_to_logical: Ints, num_gpus: int) -> Ints:
-    """Slots of each layer that repeat an expert already on their rank: [layers] int64."""
+    """Slots of each layer that repeat an expert already on their rank: [layers] int64.
+
+    ``physical_to_logical`` [layers, slots] is the map; ValueError when ``num_gpus`` does not divide its slots.
+    """
     p2l = np.asarray(physical_to_logical)
     size = check_ranks("duplicates", p2l.shape[1], num_gpus)
     by = np.sort(p2l.reshape(len(p2l), num_gpus, size), -1)
@@ -99,6 +102,7 @@ def duplicates(physical_to_logical: Ints, num_gpus: int) -> Ints:
 def count_transfers(old: ArrayLike, new: ArrayLike, num_gpus: int) -> Ints:
     """Experts a rank must receive to go from one map to another, per layer: [layers] int64.
 
+    ``old`` and ``new`` are maps [layers, slots] of the same shape; ValueError otherwise.
     A copy that only changes its slot within a rank costs nothing, and further copies on one rank count once.
     """
     op = "count_transfers"

@@ -40,8 +40,8 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Repair:
-    """Outcome of ``repair``: the new map and shares, both [layers, slots], the moves that lead there, and
-    imbalances.
+    """Outcome of ``repair``: the new ``physical_to_logical`` and ``shares``, both [layers, slots], the moves
+    that lead there, and imbalances.
 
     ``before`` and ``after`` [layers] are what ``imbalance`` gives for the old map, levelled, and for the map
     and shares here. ``gains[i]`` is what move ``i`` takes off its layer's imbalance; a layer's gains add up
@@ -127,7 +127,7 @@ def repair(
 
 
 def apply_moves(physical_to_logical: ArrayLike, moves: Iterable[Move]) -> Ints:
-    """The map after ``moves``: [layers, slots] int64, a new array."""
+    """The map ``physical_to_logical`` [layers, slots] after ``moves``: the same shape, int64, a new array."""
     p2l = np.array(physical_to_logical, np.int64)
     for move in moves:
         p2l[move.layer, move.dst_slot] = move.expert

@@ -76,7 +76,7 @@ def flow_shares(flow: Flow) -> Floats:
 
 
 def equal_shares(physical_to_logical: ArrayLike, num_experts: int) -> Floats:
-    """``1 / count`` for every slot: [layers, slots] float64."""
+    """``1 / count`` for every slot of ``physical_to_logical`` [layers, slots]: float64, the same shape."""
     p2l = np.asarray(physical_to_logical)
     counts = logical_maps(p2l, num_experts)[1]
     return 1.0 / np.take_along_axis(counts, p2l, 1)

@@ -215,6 +215,7 @@ class EngramSpec:
 
     @property
     def columns(self) -> int:
+        """Table rows that a token reads."""
         return self.primes.shape[1]
 
     def shards(self, layer: int, group_size: int) -> list["Shard"]:

@@ -81,6 +81,7 @@ class V41State:
 
     @property
     def num_requests(self) -> int:
+        """Sequences, used or not."""
         return self.lens.shape[0]
 
     @property

@@ -69,8 +69,8 @@ class StepCost:
     Args:
         sizes: [n] rising token counts that were captured.
         seconds: [n] positive seconds of a whole step at each, without drafting if ``draft`` is given.
-        draft: (requests, seconds) of the draft pass, or None.
-        tail: (sizes, seconds) of eager steps above the captured sizes, or None: larger steps are then
+        draft: ([n] requests, [n] seconds) of the draft pass, or None.
+        tail: ([n] sizes, [n] seconds) of eager steps above the captured sizes, or None: larger steps are then
             impossible.
 
     Errors: ValueError for an empty, unsorted, negative or NaN table. Warns when every size costs the same:

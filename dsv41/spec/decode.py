@@ -40,7 +40,9 @@ class _Live:
 
 @dataclass
 class Emission:
-    """What one step emits. `read` waits for it; others may have run since."""
+    """What one step emits. `read` waits for it; others may have run since. ``rows`` [requests, columns] is
+    what the step left on the host.
+    """
 
     owner: "DecodeGraphs"
     rows: torch.Tensor
