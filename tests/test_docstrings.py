@@ -80,7 +80,7 @@ def test_arrays_have_shapes_and_refusals_are_told(name: str, value: Any) -> None
         kind = str(parameter.annotation)
         if parameter.name == "self" or not ARRAY.search(kind) or "Callable" in kind:
             continue
-        # "name: [shape] ..." or "``name`` [shape]", perhaps of several names, or a number that may be a tensor.
+        # "name: [shape] ..." or "``name`` [shape]", perhaps of several names; or a number.
         told = rf"\b{parameter.name}\b(`*,? `*[\w`, ]*)?`*:?([^\n]*\n?[^\n]*)"
         places = [m[0] for m in re.finditer(told, text)]
         assert places or "rguments as" in text, f"{name}: {parameter.name} is not explained"

@@ -91,7 +91,7 @@ def imbalance(
 def duplicates(physical_to_logical: Ints, num_gpus: int) -> Ints:
     """Slots of each layer that repeat an expert already on their rank: [layers] int64.
 
-    ``physical_to_logical`` [layers, slots] is the map; ValueError when ``num_gpus`` does not divide its slots.
+    ``physical_to_logical`` [layers, slots] is the map; ValueError when ``num_gpus`` does not divide slots.
     """
     p2l = np.asarray(physical_to_logical)
     size = check_ranks("duplicates", p2l.shape[1], num_gpus)
