@@ -24,9 +24,23 @@ def _hopper(x: Any, x_scale: Any, w: Any, w_scale: Any, numerics: str, out: Any,
 
 
 def _hopper_groups(x: Any, w: Any, w_scale: Any, out: Any, scratch: Any) -> str | None:
-    if x.shape[2] % 128 or out.shape[2] % 256:
-        return "in must be a multiple of 128 and rank of 256"
+    if x.shape[2] % 128 or out.shape[2] % 128:
+        return "in and rank must be multiples of 128"
     return _unaligned(x=x, w=w, w_scale=w_scale, out=out)
+
+
+def _sm100(x: Any, x_scale: Any, w: Any, w_scale: Any, numerics: str, out: Any, scratch: Any) -> str | None:
+    if numerics != "exact":
+        return f"exact numerics, got {numerics}"
+    if x.shape[1] % 128 or w.shape[0] % 128:
+        return f"in and out must be multiples of 128, got {x.shape[1]} and {w.shape[0]}"
+    return _unaligned(x=x, x_scale=x_scale, w=w, w_scale=w_scale, out=out)
+
+
+def _deepgemm_fp8(
+    x: Any, x_scale: Any, w: Any, w_scale: Any, numerics: str, out: Any, scratch: Any
+) -> str | None:
+    return None if numerics == "fp8" else f"fp8 numerics, got {numerics}"
 
 
 _BLOCK = Op(
@@ -36,6 +50,9 @@ _BLOCK = Op(
     package=__package__,
     kernels=(
         Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper),
+        Kernel("deepgemm_cuda", "cuda", needs=("deep_gemm",), archs=(90,), supports=_deepgemm_fp8),
+        Kernel("deepgemm_cuda", "cuda", needs=("deep_gemm",), archs=(100, 103), supports=_sm100),
+        Kernel("tilelang_sm100_cuda", "cuda", needs=("tilelang",), archs=(100, 103), supports=_sm100),
         Kernel("torch_cuda", "cuda"),
     ),
 )

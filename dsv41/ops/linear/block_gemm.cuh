@@ -98,7 +98,8 @@ template <int WM, int WN, int MB, int BN, int UNIT, int PROMOTE, class Map>
 __device__ __forceinline__ void linear(const Map& x, const uint8_t* x_scale, const Map& w, const uint8_t* w_scale,
                                        int tokens, int features, int K, int splits, void* out, float* parts, uint8_t* shared) {
   using S = Shape<WM, WN, MB, BN, UNIT, PROMOTE>;
-  int thread = threadIdx.x & 127, role = threadIdx.x >> 7, blocks_k = K / BLOCK_K;
+  // The shuffle tells the compiler that a warp has one role, so that addresses can be scalars.
+  int role = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127, blocks_k = K / BLOCK_K;
   int total = (features + BN - 1) / BN * ((tokens + S::BM - 1) / S::BM) * splits;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {
@@ -280,6 +281,28 @@ __device__ __forceinline__ void coarsen(const uint8_t* x, const uint8_t* x_scale
   if (code != top) v = make_uint4(fold(v.x, code, top), fold(v.y, code, top), fold(v.z, code, top), fold(v.w, code, top));
   reinterpret_cast<uint4*>(values)[at] = v;
   if ((at & 7) == 0) scale[at >> 3] = top;
+}
+
+// MXFP8 rows to bf16, which is exact for codes 3 to 246; 16 values a thread.
+__device__ __forceinline__ void expand(const uint8_t* x, const uint8_t* x_scale, int64_t count, void* out) {
+  int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (16 * at >= count) return;
+  uint32_t code = __ldg(x_scale + (at >> 1));
+  float scale = __uint_as_float(code == 0 ? 0x00400000u : code << 23);
+  uint4 v = __ldg(reinterpret_cast<const uint4*>(x) + at);
+  uint32_t words[4] = {v.x, v.y, v.z, v.w}, pairs[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float f[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      __nv_fp8_storage_t byte = words[i >> 1] >> (16 * (i & 1) + 8 * j) & 0xFF;
+      f[j] = __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3))) * scale;
+    }
+    pairs[i] = pair_bf16(f[0], f[1]);
+  }
+  static_cast<uint4*>(out)[2 * at] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  static_cast<uint4*>(out)[2 * at + 1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
 }
 
 }  // namespace blocks

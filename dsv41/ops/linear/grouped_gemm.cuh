@@ -56,7 +56,7 @@ __device__ __forceinline__ void linear(const Map& x, const Map& w, const uint8_t
                                        int rank, int K, int splits, void* out, float* parts, uint8_t* shared) {
   using S = Shape<MB, TOKENS>;
   S smem{shared};
-  int thread = threadIdx.x & 127, role = threadIdx.x >> 7, blocks_k = K / 128;
+  int role = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127, blocks_k = K / 128;
   int total = groups * (rank / S::FEATURES) * ((tokens + TOKENS - 1) / TOKENS) * splits;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {

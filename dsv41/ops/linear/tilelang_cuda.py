@@ -21,7 +21,7 @@ TILES = {
     "prefill128": (2, 1, 2, 128, 128),
 }
 # 64-row blocks of weights a consumer group, and tokens.
-GROUPED_TILES = {"decode": (1, 64), "prefill": (2, 128)}
+GROUPED_TILES = {"decode": (1, 64), "prefill": (1, 256)}
 
 
 def _source() -> str:
