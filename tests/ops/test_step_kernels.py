@@ -40,12 +40,18 @@ def on_device(call: Callable[..., Any], *args: Any, **options: Any) -> list[torc
 
 
 def rare(got: torch.Tensor, want: torch.Tensor, share: float = 1e-3) -> None:
-    """bf16 results of sums in another order: one unit apart at most, and that rarely."""
+    """bf16 results of f32 sums in another order: one unit apart at most, and that rarely. Where terms cancel,
+    units are as small as the result; there, 1e-6 of the largest of the row.
+    """
     assert torch.equal(got.isnan(), want.isnan())
-    number = ~want.isnan()
-    a, b = got[number].view(torch.int16).int(), want[number].view(torch.int16).int()
-    if a.numel():
-        assert (a - b).abs().max() <= 1 and (a != b).float().mean() <= share
+    got, want = got.nan_to_num(0.0), want.nan_to_num(0.0)
+    a, b = got.view(torch.int16).int(), want.view(torch.int16).int()
+    if not a.numel():
+        return
+    size = want.float().flatten(1).abs().amax(1).view(-1, *[1] * (want.dim() - 1))
+    cancelled = (got.float() - want.float()).abs() <= 1e-6 * size
+    assert (((a - b).abs() <= 1) | cancelled).all()
+    assert ((a != b) & ~cancelled).float().mean() <= share
 
 
 # ---- mHC ----

@@ -9,6 +9,7 @@ collapsed rows. A program of the first owns all streams of some columns, so that
 Columns are added in the same order for every number of tokens: chunks into a group, groups into the total.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -256,7 +257,7 @@ def mhc_boundary(
     number, _, inner = parts(count, hidden)
     _finish[(triton.cdiv(count, TOKENS) + count,)](
         scratch, base, scale, norm_eps, eps, iters, next_pre, next_post, next_comb, count,
-        collapsed, weight, floor, norm, values, codes,
+        collapsed, weight, floor, norm, values.view(torch.uint8), codes,
         HIDDEN=hidden, WIDTH=WIDTH, TOKENS=TOKENS, **_groups(number, inner),
         BLOCKS=triton.next_power_of_2(hidden // 32), NORM=True, num_warps=4,
     )  # fmt: skip
