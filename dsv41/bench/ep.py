@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=4096, help="tokens a rank")
     parser.add_argument("--context", type=int, nargs="+", default=[8192, 131072], help="of decode, backbone")
     parser.add_argument("--replay", type=int, default=140, help="keep of the backbone's prefill; 0 is off")
+    parser.add_argument(
+        "--experts", type=int, help="other than the config's: 192 on two ranks fill them as 384 on four"
+    )
     parser.add_argument("--layers", type=int, default=4, help="layers of the eplb part")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="append the measurements to this JSON-lines file")
@@ -98,27 +101,28 @@ class Bench:
         self.cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
         self.name = args.config or ("flash" if self.cuda else "mini")
-        self.cfg: V41FlashConfig = getattr(V41FlashConfig, self.name)()
+        more = {"num_experts": args.experts} if args.experts else {}
+        self.cfg: V41FlashConfig = getattr(V41FlashConfig, self.name)(**more)
         self.draw = torch.Generator(self.device).manual_seed(args.seed + self.rank)
         self.rows: list[dict[str, Any]] = []
 
     def note(self, row: dict[str, Any]) -> None:
         """Keep a measurement with four figures a number; rank 0 prints it."""
         row = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
-        row = {"op": "ep", "config": self.name, "ranks": self.size, **row}
+        row = {"op": "ep", "config": self.name, "ranks": self.size, "experts": self.cfg.num_experts, **row}
         self.rows.append(row)
         if self.rank == 0:
             print(json.dumps(row), flush=True)
 
-    def graph_us(self, *calls: Callable[[], object]) -> float:
+    def graph_us(self, call: Callable[[], object]) -> float:
         """Microseconds of a call that never waits for the host: in a CUDA graph, or on the clock of a CPU.
         The slowest rank's.
         """
         if not self.cuda:
-            return self.clock_us(calls[0])
+            return self.clock_us(call)
         from .gpu_time import graph_us
 
-        return self.slowest(graph_us(list(calls)))
+        return self.slowest(graph_us([call] * 8))
 
     def clock_us(self, call: Callable[[], object], repeats: int = 5) -> float:
         """Microseconds of a call by the host's clock, all ranks starting together; the slowest rank's."""

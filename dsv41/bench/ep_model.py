@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..formats import E4M3, E8M0
+from ..formats import E4M3, E8M0, MXFP4Experts
 from ..layers import V41Flash, V41State
 from ..layers.engram import EngramStore, MemoryEngramStore, TokenMap
 from ..layers.moe import Experts
+from ..ops import pack_experts
 from ..ops.exchange import usual_capacity
 from ..replay import ReplayConfig, ReplayGeometry, ReplayMode, RequestSpan, plan_decoder
 from ..replay.device import to_device
@@ -72,16 +73,27 @@ def build(bench: Bench, capacity: int) -> V41Flash:
     group = bench.group(cfg.num_layers, capacity)
     with torch.device(bench.device):
         model = V41Flash(cfg, TokenMap.synthetic(cfg.vocab_size, cfg.engram.num_classes, 0), ep_group=group)
-    fill(model.checkpoint_tensors(), cfg, bench.device, bench.args.seed)
-    if bench.cuda and cfg.hidden % 256 == 0 and cfg.inter % 128 == 0:
-        for module in model.modules():
-            if isinstance(module, Experts):
-                module.pack()
+    names = {k: v for k, v in model.checkpoint_tensors().items() if ".experts." not in k}
+    fill(names, cfg, bench.device, bench.args.seed)
+    for module in model.modules():
+        if isinstance(module, Experts):
+            random_experts(bench, module)
     if cfg.engram.layers:
         store = shared_table(bench, cfg.engram.head_dim)
         for layer in cfg.engram.layers:
             model.attach_engram(layer, store)
     return model
+
+
+def random_experts(bench: Bench, experts: Experts) -> None:
+    """Random bytes are random weights in any order: only one expert is packed, to learn the order's name."""
+    for values in (experts.w13, experts.w2):
+        values.data.random_(0, 256, generator=bench.draw)
+    for scale in (experts.w13_scale, experts.w2_scale):
+        scale.data.view(torch.uint8).random_(118, 122, generator=bench.draw)
+    if bench.cuda and experts.w13.shape[2] % 128 == 0 and experts.inter % 128 == 0:
+        parts = (t[:1].view(torch.uint8).clone().view(t.dtype) for t in experts.parameters())
+        experts.layout = pack_experts(MXFP4Experts(*parts)).layout  # pyright: ignore[reportArgumentType]
 
 
 def backbone(bench: Bench) -> None:
