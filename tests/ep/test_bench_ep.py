@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from dsv41 import V41FlashConfig
+from dsv41.bench import ep_sim
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--config=micro", "--decode=2", "--prefill=16", "--context=24", "--replay=12", "--layers=2"]
@@ -38,3 +42,28 @@ def test_bench(ranks: int, parts: list[str], tmp_path: Path) -> None:
     assert by_part["eplb"]["imbalance_after"] <= by_part["eplb"]["imbalance_before"]
     if "backbone" in parts:
         assert by_part["decode"]["tokens_per_s"] > 0 and by_part["prefill"]["replay"] == 12
+
+
+def test_the_table_of_the_simulation_is_fresh() -> None:
+    text = ep_sim.PAGE.read_text("utf-8")
+    assert ep_sim.refresh(text) == text, "run python -m dsv41.bench.ep_sim"
+
+
+@pytest.mark.parametrize("ranks", [8, 32])
+def test_what_the_simulation_must_say(ranks: int) -> None:
+    """Even popularities need no plan; skewed ones do; a faster link never makes a step longer."""
+    cfg, links = V41FlashConfig.flash(), ep_sim.Links()
+    costs = ep_sim.measured(cfg)
+    in_order, planned = ep_sim.POLICIES
+
+    def row(policy: ep_sim.Policy, spread: float, given: ep_sim.Links = links) -> dict[str, float]:
+        return ep_sim.simulate(cfg, costs, given, ranks, spread, policy)
+
+    assert row(in_order, 0.0)["window_imbalance"] < 1.1
+    skewed, even = row(in_order, 1.0), row(planned, 1.0)
+    assert even["step_imbalance"] < skewed["step_imbalance"] and even["step_imbalance"] < even["floor"] + 0.06
+    slow = ep_sim.Links(nvlink_gbps=100.0, network_gbps=10.0)
+    assert row(planned, 1.0, slow)["step_ms"] > even["step_ms"]
+    # Time of experts: at least that of reading all, at most that of a rank with every row.
+    rows = np.full((1, 8), 4.0)
+    assert costs.experts(rows) < costs.experts(rows + 60) and costs.experts(rows * 0) == costs.call_us
