@@ -107,5 +107,5 @@ def test_a_pool_smaller_than_all_requests() -> None:
 
 def test_demo_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="expected the package tokenizers .pip install 'dsv41.text.'"):
+    with pytest.raises(SystemExit, match=r"the package tokenizers .pip install 'dsv41.text.'"):
         demo.tokenizer_file()
