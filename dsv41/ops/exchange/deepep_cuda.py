@@ -23,7 +23,7 @@ class _Dispatched:
         self._recv.copy_(self._rows.view(torch.uint8))
 
 
-class DeepEPTransport:
+class DeepEPTransport(Transport):
     """See `dsv41.ops.exchange.deepep_transport`."""
 
     def __init__(self, buffer: Any, transport: Transport):

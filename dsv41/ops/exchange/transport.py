@@ -80,7 +80,7 @@ class Transport(Protocol):
         ...
 
 
-class GroupTransport:
+class GroupTransport(Transport):
     """Through ``torch.distributed``: NCCL between GPUs, gloo between CPUs.
 
     Args:
@@ -186,7 +186,7 @@ class _Room:
         self.patience, self.barrier = patience, threading.Barrier(size, timeout=patience)
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """Ranks as threads of one process, for tests. Made by `LocalTransport.group`."""
 
     def __init__(self, room: _Room, rank: int):
