@@ -12,6 +12,7 @@ import torch
 
 from . import __version__
 from ._op import Target, _installed, check, ops
+from .config import V41FlashConfig
 
 # Package (or program): (distributions that bring it, what to install, what it is for).
 PACKAGES = {
@@ -56,17 +57,39 @@ def present_targets() -> dict[str, Target]:
     return found or {"no accelerator; ops run their PyTorch reference": Target("cpu")}
 
 
-def diagnose(target: Target) -> list[dict[str, Any]]:
-    """A row an op: the kernel that a call would take on ``target``, None for none, and every candidate's
-    reason. Shapes and layouts of a call are not known here; they can still refuse.
+def diagnose(target: Target, cfg: V41FlashConfig | None = None) -> list[dict[str, Any]]:
+    """A row an op: the kernel that takes it on ``target``, None for none, and every refusal's reason.
+
+    Args:
+        target: where; any `Target`.
+        cfg: look at the calls of this model's prefill and decode steps, whose shapes and layouts a kernel can
+            refuse (about ten seconds for V4.1-Flash). None asks for the device and packages only.
     """
     rows = []
-    for name, op in sorted(ops().items()):
-        candidates = op.explain(target)
-        chosen = next((kernel for kernel, reason in candidates if reason is None), None)
-        refused = {kernel: reason for kernel, reason in candidates if reason and kernel != "torch"}
-        rows.append({"op": name, "kernel": chosen, "refused": refused})
+    asked = {name: [None] for name in sorted(ops())} if cfg is None else _calls(target, cfg)
+    for name, calls in asked.items():
+        chosen: list[str | None] = []
+        refused: dict[str, str] = {}
+        for args in calls:
+            candidates = ops()[name].explain(target, args)
+            chosen.append(next((kernel for kernel, reason in candidates if reason is None), None))
+            refused |= {kernel: reason for kernel, reason in candidates if reason and kernel != "torch"}
+        kernels = [k for k in dict.fromkeys(chosen) if k is not None]
+        whole = None not in chosen
+        rows.append({"op": name, "kernel": ", ".join(kernels) if whole else None, "refused": refused})
     return rows
+
+
+def _calls(target: Target, cfg: V41FlashConfig) -> dict[str, list[Any]]:
+    """Arguments of every different call of a step, by op; those of an expert exchange are not among them."""
+    from .warm import calls
+
+    found: dict[str, list[Any]] = {}
+    for op, args in calls(cfg, cfg.num_experts, 64, 4096, True):
+        if op.name == "mxfp4_moe" and target == Target("cuda", 90, target.packages):
+            args = (*args[:8], "hopper", *args[9:])  # there, model.pack() comes before the first step
+        found.setdefault(op.name, []).append(args)
+    return dict(sorted(found.items()))
 
 
 def versions() -> dict[str, str]:
@@ -106,6 +129,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--installed", action="store_true", help="with --target: as if every package were installed"
     )
+    parser.add_argument(
+        "--model", action="store_true", help="the calls of a V4.1-Flash step: shapes can be refused as well"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -118,7 +144,8 @@ def run(args: argparse.Namespace) -> int:
         raise SystemExit(str(error)) from error
     if args.installed:
         targets = {name: replace(t, packages=frozenset(PACKAGES)) for name, t in targets.items()}
-    reports = {name: diagnose(target) for name, target in targets.items()}
+    cfg = V41FlashConfig.flash() if args.model else None
+    reports = {name: diagnose(target, cfg) for name, target in targets.items()}
     bare = any(row["kernel"] is None for rows in reports.values() for row in rows)
     if args.json:
         needed = {name: missing(target) for name, target in targets.items()}

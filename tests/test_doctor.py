@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from dsv41 import doctor
+from dsv41 import V41FlashConfig, doctor
 from dsv41.__main__ import main
 from dsv41._op import Target, ops
 
@@ -29,9 +29,21 @@ def test_made_up_targets(target: str, capsys: pytest.CaptureFixture[str]) -> Non
     if target == "cuda:90":
         assert chosen["mxfp4_moe"] == "tilelang_cuda" and None not in chosen.values()
     if target == "cuda:75":
-        assert chosen["mxfp4_moe"] is None
-        assert "built for sm90" in next(r for r in rows if r["op"] == "mxfp4_moe")["refused"]["tilelang_cuda"]
+        bare = [row for row in rows if row["kernel"] is None]
+        assert bare and all("built for" in reason for row in bare for reason in row["refused"].values())
     assert "torch" not in chosen.values() or target == "cpu"  # an accelerator never falls to the reference
+
+
+def test_the_calls_of_a_model() -> None:
+    """Shapes and layouts are asked for as well: experts that the Hopper kernel does not fit have another."""
+    target = Target("cuda", 90, frozenset({"tilelang", "triton"}))
+    fits, narrow = (
+        {row["op"]: row for row in doctor.diagnose(target, cfg)}
+        for cfg in (V41FlashConfig.mini(), V41FlashConfig.mini(inter=96))
+    )
+    assert fits["mxfp4_moe"]["kernel"] == fits["sparse_attn"]["kernel"] == "tilelang_cuda"
+    assert narrow["mxfp4_moe"]["kernel"] != "tilelang_cuda"
+    assert "inter of 128" in narrow["mxfp4_moe"]["refused"]["tilelang_cuda"]
 
 
 def test_what_is_missing_and_how_to_get_it(
