@@ -21,7 +21,7 @@ TILES = {
     "decode": (1, 2, 1, 128, 64),
     "middle": (2, 1, 1, 128, 64),
     "decode256": (1, 2, 1, 256, 64),
-    "prefill": (2, 1, 2, 128, 64),
+    "prefill": (2, 1, 2, 128, 128),
 }
 
 
@@ -49,7 +49,7 @@ def emulate_block(x, w, tile, splits):
     if isinstance(w, FP8Tiles):
         coarse, coarse_scale = torch.empty_like(values), scale.new_empty((tokens, k // 128))
         args = [values.view(torch.uint8), scale, tokens * k, coarse.view(torch.uint8), coarse_scale]
-        emulate(source, "blocks::coarsen", args, grid=-(-tokens * k // 4096), threads=256)
+        emulate(source, "blocks::coarsen", args, grid=-(-tokens * k // 8192), threads=256)
         values, scale = coarse, coarse_scale
     out = torch.zeros(tokens, rows, dtype=torch.bfloat16)
     parts = torch.zeros(splits * tokens * rows)
@@ -65,11 +65,13 @@ def emulate_block(x, w, tile, splits):
     return out
 
 
+CASES = [("decode", 9, 1), ("decode", 3, 2), ("middle", 70, 1), ("decode256", 5, 1)]
+
+
 @needs_gpp
-@pytest.mark.parametrize("fp8", [False, True], ids=["exact", "fp8"])
 @pytest.mark.parametrize(
-    "tile, tokens, splits",
-    [("decode", 9, 1), ("decode", 3, 2), ("middle", 70, 1), ("decode256", 5, 1), ("prefill", 200, 1)],
+    "tile, tokens, splits, fp8",
+    [(*case, fp8) for case in CASES for fp8 in (False, True)] + [("prefill", 200, 1, True)],
 )
 def test_emulated_block_linear_is_the_reference(tile, tokens, splits, fp8):
     torch.manual_seed(0)
@@ -77,25 +79,47 @@ def test_emulated_block_linear_is_the_reference(tile, tokens, splits, fp8):
     assert distance(emulate_block(x, w, tile, splits), block_linear(x, w)) < 1e-5
 
 
-@needs_gpp
-@pytest.mark.parametrize("m_blocks, width, tokens, splits", [(1, 64, 9, 2), (1, 256, 280, 1)])
-def test_emulated_grouped_linear_is_the_reference(m_blocks, width, tokens, splits):
-    torch.manual_seed(0)
-    groups, rank, k = 2, 256, 256
-    x, w = torch.randn(tokens, groups, k).bfloat16(), make_weight(groups * rank, k)
+def emulate_wide(x, w, tokens, groups, tile, splits=1):
+    """The product of bf16 rows [tokens, groups * k]."""
+    width, stages = tile
     files = [FOLDER / name for name in ("block_gemm.cuh", "grouped_gemm.cuh")]
     source = device_source(*files, wgmma={"e4m3_ss": (64,), "bf16_rs": (width,)})
-    out = torch.zeros(tokens, groups, rank, dtype=torch.bfloat16)
-    parts = torch.zeros(splits * out.numel())
     values, scale = w.flat()
-    args = [tensor_map(x.flatten(1), width), tensor_map(values, 128 * m_blocks), scale]
-    args += [tokens, groups, rank, k, splits, out, parts, SHARED]
-    call = f"grouped::linear<{m_blocks}, {width}>"
+    rows, k = values.shape
+    out = torch.zeros(tokens, groups, rows // groups, dtype=torch.bfloat16)
+    parts = torch.zeros(splits * out.numel())
+    args = [tensor_map(x, width), tensor_map(values, 128), scale]
+    args += [tokens, groups, rows // groups, k, splits, out, parts, SHARED]
+    call = f"grouped::linear<{width}, {stages}>"
     emulate(source, call, args, grid=3, threads=384, shared_bytes=232448)
     if splits > 1:
         args = [parts, splits, out.numel(), out]
         emulate(source, "blocks::reduce", args, grid=-(-out.numel() // 1024), threads=256)
-    assert distance(out, grouped_linear(x, w)) < 1e-5
+    return out
+
+
+@needs_gpp
+@pytest.mark.parametrize("tile, tokens, splits", [((64, 8), 9, 2), ((128, 4), 140, 1), ((256, 3), 280, 1)])
+def test_emulated_grouped_linear_is_the_reference(tile, tokens, splits):
+    torch.manual_seed(0)
+    x, w = torch.randn(tokens, 2, 256).bfloat16(), make_weight(512, 256)
+    assert distance(emulate_wide(x.flatten(1), w, tokens, 2, tile, splits), grouped_linear(x, w)) < 1e-5
+
+
+@needs_gpp
+def test_emulated_block_linear_of_many_tokens_is_the_reference():
+    """Expanded to bf16, exactly; features that fill no tile."""
+    torch.manual_seed(0)
+    x, w = make_rows(133, 384), make_weight(160, 384)
+    source, wide = (
+        device_source(FOLDER / "block_gemm.cuh", wgmma={"e4m3_ss": (64,)}),
+        torch.empty(133, 384).bfloat16(),
+    )
+    values, scale = x.flat()
+    args = [values.view(torch.uint8), scale, 133 * 384, wide]
+    emulate(source, "blocks::expand", args, grid=-(-133 * 384 // 4096), threads=256)
+    assert torch.equal(wide, x.dequantize())
+    assert distance(emulate_wide(wide, w, 133, 1, (128, 4))[:, 0], block_linear(x, w)) < 1e-5
 
 
 def test_folding_tiles_keeps_what_fits():
@@ -127,7 +151,9 @@ def test_packing_refuses():
 
 def test_scratch_grows_with_tokens():
     sizes = [block_linear_scratch(n, 5120, 8192) for n in (0, 1, 64, 128, 129, 4096)]
-    assert sizes == sorted(sizes) and sizes[3] == sizes[5] < 128 * 5120 * 4 * 12 + 1024
+    assert sizes == sorted(sizes) and sizes[3] == sizes[4] < 128 * 5120 * 4 * 12 + 1024
+    assert sizes[5] == 4096 * 8192 * 2 + 256
+    assert block_linear_scratch(4096, 5120, 8192, "fp8") < 4096 * 8192 * 1.01
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["exact", "fp8"])

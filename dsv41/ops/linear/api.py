@@ -93,10 +93,14 @@ def num_splits(tokens: int, features: int, k: int) -> int:
 
 
 def scratch_parts(tokens: int, features: int, k: int, numerics: str) -> Parts:
-    """The scratch of a call: coarser activations and their scales, and the sums of the shares of k."""
+    """The scratch of a call: activations of many tokens in bf16 ("exact") or coarser ones and their scales
+    ("fp8"), neither for "bf16" ones, and the sums of the shares of k.
+    """
+    wide = tokens if numerics == "exact" and tokens > 128 else 0
     coarse = tokens if numerics == "fp8" else 0
     splits = num_splits(tokens, features, k)
     return [
+        (torch.bfloat16, (wide, k)),
         (torch.uint8, (coarse, k)),
         (torch.uint8, (coarse, k // 128)),
         (torch.float32, (splits * tokens * features if splits > 1 else 4,)),
@@ -113,8 +117,8 @@ def block_linear_scratch(
         numerics: "exact" for MXFP8 weights, "fp8" for packed ones.
 
     Returns:
-        A pure function of the sizes: the activations once for "fp8", and up to 12 f32 results of at most 128
-        tokens.
+        A pure function of the sizes: the activations once for "fp8", in bf16 for more than 128 tokens of
+        "exact", and up to 12 f32 results of at most 128 tokens.
     """
     few = min(num_tokens, 128)  # the second class needs less than the end of the first
     parts = [scratch_parts(n, out_features, in_features, numerics) for n in (num_tokens, few)]
@@ -176,7 +180,7 @@ def block_linear(
 
     Contract: no host sync; graph-safe; allocates only what is None (and the quantised x); the same bits on
         every run; on Hopper a row's bits do not depend on the other rows, nor on their number within 0 to 128
-        tokens and within more.
+        tokens and within more; "exact" multiplies more than 128 in bf16, for w's scales of 2^-69 to 2^55.
     Reference: dsv41_reference.linear.block_linear
     """
     name = "block_linear"
@@ -193,7 +197,7 @@ def block_linear(
 
 def grouped_linear_scratch(num_tokens: int, groups: int, rank: int, in_features: int) -> int:
     """Bytes of scratch that ``grouped_linear`` needs on an accelerator for at most ``num_tokens`` tokens."""
-    return block_linear_scratch(num_tokens, groups * rank, in_features)
+    return block_linear_scratch(num_tokens, groups * rank, in_features, "bf16")
 
 
 def grouped_linear(

@@ -257,30 +257,52 @@ __device__ __forceinline__ void reduce(const float* parts, int splits, int64_t c
   static_cast<uint2*>(out)[at] = make_uint2(pair_bf16(sum.x, sum.y), pair_bf16(sum.z, sum.w));
 }
 
-// Four E4M3 values times 2^(code - top), to nearest even.
+// Two E4M3 values as halves, which is exact.
+__device__ __forceinline__ __half2 halves(uint32_t two) {
+  __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two), __NV_E4M3);
+  __half2 out;
+  memcpy(&out, &raw, 4);
+  return out;
+}
+
+// Four E4M3 values times 2^(code - top), to nearest even. Halves hold them: what they round lies far below E4M3's
+// smallest step.
 __device__ __forceinline__ uint32_t fold(uint32_t word, int code, int top) {
-  float scale = __uint_as_float(static_cast<uint32_t>(max(127 + code - top, 0)) << 23);
+  __half2 scale = __half2half2(__float2half(__uint_as_float(static_cast<uint32_t>(max(127 + code - top, 0)) << 23)));
   uint32_t out = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float v = __half2float(__half(__nv_cvt_fp8_to_halfraw(word >> 8 * i & 0xFF, __NV_E4M3))) * scale;
-    out |= static_cast<uint32_t>(__nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3)) << 8 * i;
+  for (int i = 0; i < 2; ++i) {
+    __half2 v = __hmul2(halves(word >> 16 * i), scale);
+    __half2_raw raw;
+    memcpy(&raw, &v, 4);
+    out |= static_cast<uint32_t>(__nv_cvt_halfraw2_to_fp8x2(raw, __NV_SATFINITE, __NV_E4M3)) << 16 * i;
   }
   return out;
 }
 
-// MXFP8 rows with a scale a 32 k to one a 128 k, the largest of the four; 16 values a thread.
+// MXFP8 rows with a scale a 32 k to one a 128 k, the largest of the four; twice 16 values a thread.
 __device__ __forceinline__ void coarsen(const uint8_t* x, const uint8_t* x_scale, int64_t count, uint8_t* values,
                                         uint8_t* scale) {
-  int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (16 * at >= count) return;
-  uint32_t four = __ldg(reinterpret_cast<const uint32_t*>(x_scale) + (at >> 3));
-  int top = max(max(four & 0xFF, four >> 8 & 0xFF), max(four >> 16 & 0xFF, four >> 24));
-  int code = four >> 8 * (at >> 1 & 3) & 0xFF;
-  uint4 v = __ldg(reinterpret_cast<const uint4*>(x) + at);
-  if (code != top) v = make_uint4(fold(v.x, code, top), fold(v.y, code, top), fold(v.z, code, top), fold(v.w, code, top));
-  reinterpret_cast<uint4*>(values)[at] = v;
-  if ((at & 7) == 0) scale[at >> 3] = top;
+  int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x * 2 + threadIdx.x;
+  uint4 v[2];
+  uint32_t four[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {  // all loads first
+    int64_t at = min(first + i * blockDim.x, count / 16 - 1);
+    four[i] = __ldg(reinterpret_cast<const uint32_t*>(x_scale) + (at >> 3));
+    v[i] = __ldg(reinterpret_cast<const uint4*>(x) + at);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    int64_t at = first + i * blockDim.x;
+    if (16 * at >= count) return;
+    int top = max(max(four[i] & 0xFF, four[i] >> 8 & 0xFF), max(four[i] >> 16 & 0xFF, four[i] >> 24));
+    int code = four[i] >> 8 * (at >> 1 & 3) & 0xFF;
+    if (code != top)
+      v[i] = make_uint4(fold(v[i].x, code, top), fold(v[i].y, code, top), fold(v[i].z, code, top), fold(v[i].w, code, top));
+    reinterpret_cast<uint4*>(values)[at] = v[i];
+    if ((at & 7) == 0) scale[at >> 3] = top;
+  }
 }
 
 // MXFP8 rows to bf16, which is exact for codes 3 to 246; 16 values a thread.
@@ -293,13 +315,8 @@ __device__ __forceinline__ void expand(const uint8_t* x, const uint8_t* x_scale,
   uint32_t words[4] = {v.x, v.y, v.z, v.w}, pairs[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    float f[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      __nv_fp8_storage_t byte = words[i >> 1] >> (16 * (i & 1) + 8 * j) & 0xFF;
-      f[j] = __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3))) * scale;
-    }
-    pairs[i] = pair_bf16(f[0], f[1]);
+    __half2 two = halves(words[i >> 1] >> 16 * (i & 1));
+    pairs[i] = pair_bf16(__low2float(two) * scale, __high2float(two) * scale);
   }
   static_cast<uint4*>(out)[2 * at] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   static_cast<uint4*>(out)[2 * at + 1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);

@@ -1,4 +1,4 @@
-"""block_linear on Hopper: FP8 tensor cores, the scales applied between products; split K for few rows."""
+"""Linears on Hopper: FP8 products and their scales between them; for many exact rows bf16 products."""
 
 from pathlib import Path
 
@@ -17,11 +17,10 @@ TILES = {
     "decode": (1, 2, 1, 128, 64),
     "decode256": (1, 2, 1, 256, 64),
     "middle": (2, 1, 1, 128, 64),
-    "prefill": (2, 1, 2, 128, 64),
-    "prefill128": (2, 1, 2, 128, 128),
+    "prefill": (2, 1, 2, 128, 128),
 }
-# 64-row blocks of weights a consumer group, and tokens.
-GROUPED_TILES = {"decode": (1, 64), "prefill": (1, 256)}
+# Products in bf16: tokens of a tile, and blocks of weights in shared memory.
+WIDE_TILES = {"decode": (64, 8), "middle": (128, 4), "prefill": (256, 3)}
 
 
 def _source() -> str:
@@ -89,11 +88,11 @@ def _product(tile, per, arch):
 
 @compiled
 def _grouped(tile, arch):
-    m_blocks, width = GROUPED_TILES[tile]
+    width, stages = WIDE_TILES[tile]
     files = [Path(__file__).parent / name for name in ("block_gemm.cuh", "grouped_gemm.cuh")]
     source = device_source(*files, wgmma={"e4m3_ss": (64, 128), "bf16_rs": (width,)})
-    stage = 128 * (128 * m_blocks + 2 * width)
-    size_shared = min(12, (232448 - 256) // stage) * stage + 256  # `Shape::BYTES` of grouped_gemm.cuh
+    rest = 232448 - 512 - stages * 128 * 128  # as `Shared` of grouped_gemm.cuh
+    size_shared = 232448 - rest + min(12, rest // (width * 128)) * width * 128
     tokens, groups, k, rank = T.dynamic("tokens"), T.dynamic("groups"), T.dynamic("k"), T.dynamic("rank")
     rows, row_tiles, k_tiles, size = (T.dynamic(name) for name in ("rows", "row_tiles", "k_tiles", "size"))
     width_bytes = T.dynamic("width_bytes")
@@ -112,9 +111,9 @@ def _grouped(tile, arch):
             shared = T.alloc_shared((size_shared,), T.uint8)
             T.call_extern(
                 "handle",
-                f"grouped::linear<{m_blocks}, {width}>",
+                f"grouped::linear<{width}, {stages}>",
                 _map(x, tokens, width_bytes, width),
-                _map(w, rows, k, 128 * m_blocks),
+                _map(w, rows, k, 128),
                 w_scale.access_ptr("r"),
                 tokens,
                 groups,
@@ -164,7 +163,7 @@ def _coarsen(arch):
         values: T.Tensor((tokens, k), T.uint8),
         scale: T.Tensor((tokens, coarse), T.uint8),
     ):
-        with T.Kernel(T.ceildiv(tokens * (k // 16), THREADS), threads=THREADS) as _:
+        with T.Kernel(T.ceildiv(tokens * (k // 32), THREADS), threads=THREADS) as _:
             T.import_source(source)
             T.call_extern(
                 "handle",
@@ -179,26 +178,50 @@ def _coarsen(arch):
     return build(coarsen, arch)
 
 
+@compiled
+def _expand(arch):
+    source = _source()
+    tokens, k, groups = T.dynamic("tokens"), T.dynamic("k"), T.dynamic("groups")
+
+    @T.prim_func
+    def expand(
+        x: T.Tensor((tokens, k), T.uint8),
+        x_scale: T.Tensor((tokens, groups), T.uint8),
+        wide: T.Tensor((tokens, k), T.bfloat16),
+    ):
+        with T.Kernel(T.ceildiv(tokens * (k // 16), THREADS), threads=THREADS) as _:
+            T.import_source(source)
+            T.call_extern(
+                "handle",
+                "blocks::expand",
+                x.access_ptr("r"),
+                x_scale.access_ptr("r"),
+                T.cast(tokens, "int64") * k,
+                wide.access_ptr("w"),
+            )
+
+    return build(expand, arch)
+
+
 def variants(cfg):
     """Every build that a model of this configuration needs."""
-    for per in (32, 128):
-        for tile in TILES:
-            if tile != ("prefill128" if per == 32 else "prefill"):
-                yield _product, (tile, per, "sm_90a")
-    for tile in GROUPED_TILES:
+    for tile in TILES:
+        if tile != "prefill":
+            yield _product, (tile, 32, "sm_90a")
+        yield _product, (tile, 128, "sm_90a")
+    for tile in WIDE_TILES:
         yield _grouped, (tile, "sm_90a")
     yield _reduce, ("sm_90a",)
     yield _coarsen, ("sm_90a",)
+    yield _expand, ("sm_90a",)
 
 
-def choose_tile(tokens: int, features: int, numerics: str) -> str:
+def choose_tile(tokens: int, features: int) -> str:
     """The tile of a call: small ones as long as large ones leave multiprocessors idle."""
     if tokens <= 64:
-        return "decode256" if features >= 256 * 120 else "decode"
-    columns = -(-features // 128)
-    if -(-tokens // 256) * columns < 2 * SMS:
-        return "middle"
-    return "prefill128" if numerics == "fp8" else "prefill"
+        return "decode"
+    few = -(-tokens // 256) * -(-features // 128) < 2 * SMS
+    return "middle" if tokens <= 128 or few else "prefill"
 
 
 def block_linear(x, x_scale, w, w_scale, numerics, out, scratch):
@@ -207,12 +230,20 @@ def block_linear(x, x_scale, w, w_scale, numerics, out, scratch):
     if tokens == 0:
         return
     splits = num_splits(tokens, features, k)
-    values, scale, parts = split_scratch(scratch, scratch_parts(tokens, features, k, numerics))
+    wide, values, scale, parts = split_scratch(scratch, scratch_parts(tokens, features, k, numerics))
     x, w = x.view(torch.uint8), w.view(torch.uint8)
+    if numerics == "exact" and tokens > 128:
+        _expand(arch)(x, x_scale, wide)
+        product = _grouped(choose_tile(tokens, features), arch)
+        product(wide.view(torch.uint8), w, w_scale, out.view(tokens, 1, features), parts, 1)
+        return
     if numerics == "fp8":
         _coarsen(arch)(x, x_scale, values, scale)
         x, x_scale = values, scale
-    product = _product(choose_tile(tokens, features, numerics), 128 if numerics == "fp8" else 32, arch)
+    tile = choose_tile(tokens, features)
+    if tile == "decode" and features >= 256 * 120:
+        tile = "decode256"
+    product = _product(tile, 128 if numerics == "fp8" else 32, arch)
     product(x, x_scale, w, w_scale, out, parts, splits)
     if splits > 1:
         _reduce(arch)(parts, out, splits)
@@ -224,8 +255,8 @@ def grouped_linear(x, w, w_scale, out, scratch):
     if tokens == 0:
         return
     splits = num_splits(tokens, rows, k)
-    _, _, parts = split_scratch(scratch, scratch_parts(tokens, rows, k, "exact"))
-    product = _grouped("decode" if tokens <= 128 else "prefill", arch)
+    *_, parts = split_scratch(scratch, scratch_parts(tokens, rows, k, "bf16"))
+    product = _grouped(choose_tile(tokens, rows), arch)
     product(x.view(torch.uint8).view(tokens, -1), w.view(torch.uint8), w_scale, out, parts, splits)
     if splits > 1:
         _reduce(arch)(parts, out.view(tokens, rows), splits)
