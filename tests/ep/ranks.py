@@ -8,6 +8,15 @@ from typing import Any
 from dsv41.ops.exchange import LocalTransport
 
 
+def told(call: Callable[[], Any], kind: type[Exception]) -> str:
+    """The text of the error that ``call`` must raise."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
 def on_ranks(size: int, work: Callable[[LocalTransport], Any], patience: float = 30.0) -> list[Any]:
     """``work(transport)`` on every rank at once, in the context of the caller; results in rank order.
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dsv41 import ops
 from dsv41.formats import MXFP4Experts, quantize_mxfp4, quantize_mxfp8
 from dsv41.ops.exchange import Exchange, LocalTransport, PeerLost, agree, deepep_transport, facts
-from tests.ep.ranks import on_ranks
+from tests.ep.ranks import on_ranks, told
 from tests.ops.rows import assert_refused, same
 
 BF16, I32 = torch.bfloat16, torch.int32
@@ -107,9 +107,7 @@ def test_a_missing_thread_is_named() -> None:
 def test_ranks_that_differ_are_named() -> None:
     def work(t: LocalTransport) -> str:
         mine = {**facts(), "driver": "570.1" if t.rank == 2 else "580.2"}
-        with pytest.raises(ValueError) as caught:
-            agree("V41Flash", t, mine)
-        return str(caught.value)
+        return told(lambda: agree("V41Flash", t, mine), ValueError)
 
     want = "V41Flash: expected the same on all 4 ranks, got driver '570.1' on rank 2 where most have '580.2'"
     assert on_ranks(4, work) == [want] * 4

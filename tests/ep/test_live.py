@@ -15,7 +15,7 @@ from dsv41.ops import pack_experts
 from dsv41.ops.exchange import LocalTransport
 from tests import models
 from tests.ep.models import CFG, KIND, build, generate, random_map
-from tests.ep.ranks import on_ranks
+from tests.ep.ranks import on_ranks, told
 from tests.ep.test_layers import STEPS, alone
 from tests.ops.rows import assert_refused, same
 
@@ -158,20 +158,18 @@ def test_other_bytes_than_were_sent_leave_the_old_map() -> None:
         receivers.add(receiver)
         if t.rank == receiver:
             t.__class__ = Bad
-        with pytest.raises(TransferFailed) as caught:
-            serving.live.advance()
+        text = told(serving.live.advance, TransferFailed)
         t.__class__ = LocalTransport
         assert np.array_equal(serving.map[first], before[first]) and serving.is_sound()
         assert serving.live.advance() is None  # the rest of the plan is given up
         serving.live.propose(share(2, t.rank))  # and the next one succeeds
         assert finish(serving.live)[0] == first and serving.is_sound()
-        return str(caught.value)
+        return text
 
-    told = set(on_ranks(RANKS, work))
-    assert len(told) == 1
-    assert re.search(
-        rf"layer \d on every rank, got rank {receivers.pop()}: other bytes than rank \d sent", told.pop()
-    )
+    texts = set(on_ranks(RANKS, work))
+    assert len(texts) == 1
+    want = rf"layer \d on every rank, got rank {receivers.pop()}: other bytes than rank \d sent"
+    assert re.search(want, texts.pop())
 
 
 class Full(list[Any]):
@@ -187,13 +185,12 @@ def test_a_rank_that_cannot_prepare_is_named_and_nobody_waits() -> None:
         serving.live.propose(share(2, t.rank))
         if t.rank == 1:
             serving.live.layers = Full()
-        with pytest.raises(TransferFailed) as caught:
-            serving.live.advance()
+        text = told(serving.live.advance, TransferFailed)
         assert serving.is_sound()
-        return str(caught.value)
+        return text
 
-    told = set(on_ranks(RANKS, work))
-    assert len(told) == 1 and "on every rank, got rank 1: MemoryError: 3 GB" in told.pop()
+    texts = set(on_ranks(RANKS, work))
+    assert len(texts) == 1 and "on every rank, got rank 1: MemoryError: 3 GB" in texts.pop()
 
 
 def test_maps_that_disagree_are_refused_with_the_rank() -> None:
@@ -203,10 +200,8 @@ def test_maps_that_disagree_are_refused_with_the_rank() -> None:
             physical[1, [0, 1]] = physical[1, [1, 0]]
         Serving(t, physical).live.propose(share(1, t.rank))
 
-    with pytest.raises(
-        ValueError, match=r"LiveExperts.propose: expected map \w+ on every rank, got \w+ on rank 2"
-    ):
-        on_ranks(RANKS, work)
+    text = told(lambda: on_ranks(RANKS, work), ValueError)
+    assert re.search(r"LiveExperts.propose: expected map \w+ on every rank, got \w+ on rank 2", text)
 
 
 def test_epochs_that_disagree_are_refused_with_the_rank() -> None:
