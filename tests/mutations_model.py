@@ -409,8 +409,8 @@ EXPERTS: list[Mutation] = [
     (
         "shared-expert-without-clamp",
         "dsv41.layers.moe:MoE.forward",
-        "swiglu_quantize(gate_up, limit=limit)",
-        "swiglu_quantize(gate_up, limit=1e9)",
+        "swiglu_quantize(shared.gate_up(q), limit=limit)",
+        "swiglu_quantize(shared.gate_up(q), limit=1e9)",
         "tests.test_mutations:check_shared_expert_is_clamped",
     ),
 ]

@@ -112,8 +112,8 @@ def test_capture_before_prepare_is_refused() -> None:
     from dsv41.spec import DecodeGraphs
     from tests import models
 
-    cfg = V41FlashConfig.tiny(hidden=256, inter=128, num_heads=4)
-    model = models.build(cfg).cuda()
+    cfg = V41FlashConfig.tiny(hidden=256, inter=128)
+    model = models.build(cfg).cuda().pack()
     graphs = DecodeGraphs(model, V41State.allocate(cfg, 2, 64, device="cuda"))
     with pytest.raises(RuntimeError, match=r"call dsv41.prepare\(cfg\) first"):
         graphs.capture()

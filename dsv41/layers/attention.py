@@ -9,6 +9,7 @@ from ..cache import PagedKV, page_slots
 from ..config import V41FlashConfig
 from ..formats import MXFP8
 from ..ops import (
+    block_linear,
     compress_pairs,
     copy_records,
     grouped_linear,
@@ -21,6 +22,7 @@ from ..ops import (
     sparse_attn,
     write_cache,
 )
+from .joined import joined
 from .linear import BlockLinear, Weight, frozen
 from .state import Step, V41State
 
@@ -109,40 +111,43 @@ class Attention(nn.Module):
         self.kv_norm = Weight(cfg.head_dim)
         self.wo_a = BlockLinear(width // cfg.o_groups, cfg.o_groups * cfg.o_rank)
         self.wo_b = BlockLinear(cfg.o_groups * cfg.o_rank, cfg.hidden)
+        self.joined: MXFP8 | None = None  # wq_a and wkv in one, by `join`
         owns = backbone and layer in cfg.kv_sources
         self.compressor = Compressor(cfg, self.ratio) if owns else None
         self.indexer = Indexer(cfg, owns) if backbone and layer in cfg.index_sources else None
 
+    def join(self) -> None:
+        """Make one weight of the two that read the input."""
+        self.joined = joined(self.wq_a, self.wkv)
+
+    def down(self, hq: MXFP8) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input's low-rank query [num_tokens, q_rank] and window row [num_tokens, head_dim], bf16."""
+        if self.joined is None:
+            return self.wq_a(hq), self.wkv(hq)
+        low, kv = block_linear(hq, self.joined).split((self.cfg.q_rank, self.cfg.head_dim), 1)
+        return low, kv
+
     def write_window(
-        self, hq: MXFP8, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: PagedKV
+        self, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: PagedKV
     ) -> None:
         """Store the window records of rows at ``slots`` [num_tokens] int32; -1 stores nothing."""
-        kv, weight = self.wkv(hq), self.kv_norm.weight
-        write_cache(kv, cos, sin, slots, cache, norm_weight=weight, eps=self.cfg.norm_eps)
+        weight, eps = self.kv_norm.weight, self.cfg.norm_eps
+        write_cache(kv, cos, sin, slots, cache, norm_weight=weight, eps=eps)
 
-    def queries(self, hq: MXFP8, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, MXFP8]:
+    def queries(self, low: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, MXFP8]:
         """Rotated queries [num_tokens, num_heads, head_dim] bf16, and their low-rank input."""
         cfg = self.cfg
-        qr = rms_norm_quantize(self.wq_a(hq), self.q_norm.weight, eps=cfg.norm_eps)
+        qr = rms_norm_quantize(low, self.q_norm.weight, eps=cfg.norm_eps)
         q = self.wq_b(qr).unflatten(1, (cfg.num_heads, cfg.head_dim))
         return rope(q, cos, sin, out=q), qr
 
-    def write(self, h: torch.Tensor, hq: MXFP8, step: Step, state: V41State, shared: Selection) -> PagedKV:
-        """Write this layer's caches for all rows of the step; returns the window cache to attend.
-
-        Compressed entries of the chunk are written before any of its queries attends.
-        """
-        window = self.fill_window(hq, step, state, shared)
-        self.write_entries(h, step, state)
-        return window
-
-    def fill_window(self, hq: MXFP8, step: Step, state: V41State, shared: Selection) -> PagedKV:
+    def fill_window(self, kv: torch.Tensor, step: Step, state: V41State, shared: Selection) -> PagedKV:
         """Write the window records of the step; returns the window cache to attend."""
         ring = state.windows[self.layer]
         window = shared.window(step, ring)
         if step.fill is not None:
             copy_records(ring, step.fill[0], window, step.fill[1])
-        self.write_window(hq, step.cos[self.ratio], step.sin[self.ratio], step.window_slots, window)
+        self.write_window(kv, step.cos[self.ratio], step.sin[self.ratio], step.window_slots, window)
         if step.keep is not None:
             copy_records(window, step.keep[0], ring, step.keep[1])
         return window
@@ -183,12 +188,18 @@ class Attention(nn.Module):
         shared.selected = page_slots(ids, step.request_ids, state.page_table, size)
 
     def attend(
-        self, h: torch.Tensor, hq: MXFP8, step: Step, state: V41State, shared: Selection, window: PagedKV
+        self,
+        h: torch.Tensor,
+        low: torch.Tensor,
+        step: Step,
+        state: V41State,
+        shared: Selection,
+        window: PagedKV,
     ) -> torch.Tensor:
-        """Attention of the rows of the step: h [num_tokens, hidden] bf16 to [num_tokens, hidden] bf16."""
+        """Attention of the rows of the step, h and low-rank queries to [num_tokens, hidden] bf16."""
         cfg = self.cfg
         cos, sin = step.cos[self.ratio], step.sin[self.ratio]
-        q, qr = self.queries(hq, cos, sin)
+        q, qr = self.queries(low, cos, sin)
         if self.indexer is not None:
             self.select(h, qr, step, state, shared)
         compressed = (state.compressed[self.source], shared.selected) if self.ratio else (None, None)
@@ -212,5 +223,8 @@ class Attention(nn.Module):
         """The normalised input [num_tokens, hidden], bf16 and MXFP8, to [num_tokens, hidden] bf16; writes
         this layer's caches.
         """
-        window = self.write(h, hq, step, state, shared)
-        return self.attend(h, hq, step, state, shared, window)
+        low, kv = self.down(hq)
+        window = self.fill_window(kv, step, state, shared)
+        # Compressed entries of the chunk are written before any of its queries attends.
+        self.write_entries(h, step, state)
+        return self.attend(h, low, step, state, shared, window)

@@ -217,7 +217,7 @@ class Drafter(nn.ModuleList):
             main = stages[0].main_proj(inputs)
             main = rms_norm_quantize(main, stages[0].main_norm.weight, eps=self.cfg.norm_eps)
             for stage in stages:
-                stage.attn.write_window(main, cos, sin, slots, state.windows[stage.layer])
+                stage.attn.write_window(stage.attn.wkv(main), cos, sin, slots, state.windows[stage.layer])
 
     def forward(
         self,
@@ -321,8 +321,9 @@ def _check_ids(label: str, ids: torch.Tensor, vocab: int) -> None:
 
 def attend_block(attn: Attention, hq: MXFP8, ring: PagedKV, plan: BlockPlan) -> torch.Tensor:
     """Attention of block rows over the ring and the block: MXFP8 [num_tokens, hidden] to bf16."""
-    attn.write_window(hq, plan.cos, plan.sin, plan.row_slots, plan.rows)
-    q, _ = attn.queries(hq, plan.cos, plan.sin)
+    low, kv = attn.down(hq)
+    attn.write_window(kv, plan.cos, plan.sin, plan.row_slots, plan.rows)
+    q, _ = attn.queries(low, plan.cos, plan.sin)
     scale, sink = attn.cfg.softmax_scale, attn.attn_sink
     o, _ = sparse_attn(q, ring, plan.ring_ids, plan.rows, plan.row_ids, scale=scale, sink=sink)
     return attn.project(o, plan.cos, plan.sin)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,12 +12,13 @@ from .._op import check, check_tensor, check_values
 from ..config import V41FlashConfig
 from ..formats import MXFP8
 from ..ops import engram_gate, engram_hash, linear, mhc_collapse, rms_norm
-from .attention import Selection
+from .attention import Attention, Selection
 from .block import Block, embed_streams, run_blocks
 from .draft import Drafter
 from .engram import EngramSpec, EngramStore, TokenMap, append_ids, dead_tokens, lookback_ids
 from .expert_parallel import EPLayer, ExpertParallel, elsewhere
 from .linear import BlockLinear, Weight, frozen
+from .moe import Experts, SharedExperts
 from .replayed import Replay, ReplayedForward, check_replay
 from .state import Step, V41State, plan_step
 
@@ -127,6 +129,27 @@ class V41Flash(nn.Module):
     def elsewhere(self) -> set[str]:
         """Names in the checkpoint that other ranks load."""
         return set() if self.ep is None else elsewhere(self.ep.layers)
+
+    def pack(self) -> "V41Flash":
+        """Put loaded weights into the order and the pieces that kernels read, in place and once.
+
+        Weights that read the same input become one (``wq_a`` with ``wkv``, ``w1`` with ``w3`` of the shared
+        expert). On Hopper the routed experts take their kernel's order: they are no checkpoint tensors any
+        more, and `forward` refuses experts that were not packed. Needs a layer's memory for a moment.
+        """
+        for module in self.modules():
+            if isinstance(module, (Attention, SharedExperts)):
+                module.join()
+            elif isinstance(module, Experts) and module.packable:
+                module.pack()
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "V41Flash":
+        super()._apply(fn, recurse)
+        for module in self.modules():
+            if isinstance(module, (Attention, SharedExperts)) and module.joined is not None:
+                module.join()  # `to` and its like move each weight to a place of its own
+        return self
 
     # Forward.
 

@@ -3,11 +3,12 @@
 import torch
 from torch import nn
 
-from .._op import check
+from .._op import Target, check
 from ..config import V41FlashConfig
 from ..formats import E8M0, MXFP8, MXFP4Experts
-from ..ops import linear, mxfp4_moe, pack_experts, quantize_mxfp8, swiglu_quantize, topk_route
+from ..ops import block_linear, linear, mxfp4_moe, pack_experts, quantize_mxfp8, swiglu_quantize, topk_route
 from .expert_parallel import EPLayer
+from .joined import joined
 from .linear import BlockLinear, frozen
 
 
@@ -42,6 +43,12 @@ class Experts(nn.Module):
         """The weights as the op takes them."""
         return MXFP4Experts(self.w13, self.w13_scale, self.w2, self.w2_scale, self.layout)
 
+    @property
+    def packable(self) -> bool:
+        """Whether the device's kernel reads an order that these weights are not in yet."""
+        fits = self.w13.shape[2] * 2 % 256 == 0 and self.inter % 128 == 0
+        return self.layout == "plain" and fits and Target.of(self.w13) == Target("cuda", 90)
+
     def pack(self) -> None:
         """Put loaded weights into the order that the accelerator's kernel reads, in place and once."""
         if self.layout == "plain":
@@ -68,6 +75,17 @@ class SharedExperts(nn.Module):
         self.w1 = BlockLinear(hidden, inter)
         self.w2 = BlockLinear(inter, hidden)
         self.w3 = BlockLinear(hidden, inter)
+        self.joined: MXFP8 | None = None  # w1 and w3 in one, by `join`
+
+    def join(self) -> None:
+        """Make one weight of the two that read the input."""
+        self.joined = joined(self.w1, self.w3)
+
+    def gate_up(self, q: MXFP8) -> torch.Tensor:
+        """[num_tokens, 2 * inter] bf16, the gate first."""
+        if self.joined is None:
+            return torch.cat([self.w1(q), self.w3(q)], 1)
+        return block_linear(q, self.joined)
 
 
 class MoE(nn.Module):
@@ -100,13 +118,14 @@ class MoE(nn.Module):
         self, x: torch.Tensor, image: torch.Tensor | None = None, q: MXFP8 | None = None
     ) -> torch.Tensor:
         """``q`` is ``x`` as MXFP8, where it is there already."""
+        packed = not self.experts.packable
+        check(packed, "V41Flash", "packed experts: model.pack() once the weights are there", "plain ones")
         ids, weights = self.route(x, image)
         q = quantize_mxfp8(x) if q is None else q
         flight = None if self.ep is None else self.ep.dispatch(q, ids, weights)
         # The shared expert runs while rows travel.
         limit, shared = self.cfg.swiglu_limit, self.shared_experts
-        gate_up = torch.cat([shared.w1(q), shared.w3(q)], 1)
-        y = shared.w2(swiglu_quantize(gate_up, limit=limit))
+        y = shared.w2(swiglu_quantize(shared.gate_up(q), limit=limit))
         if flight is None:
             return mxfp4_moe(q, ids, weights, self.experts.mxfp4, limit=limit, shared=y, out=y)
         rows = mxfp4_moe(*flight.wait(), self.experts.mxfp4, limit=limit)

@@ -124,7 +124,8 @@ class ReplayedForward:
         h, hq = layer.attention_input(*boundary[:2])
         layer.attn.write_entries(h, self.step, self.state)
         if plan.first_layer_differs:
-            self.first_window = layer.attn.fill_window(hq, self.step, self.state, self.shared)
+            kv = layer.attn.wkv(hq)
+            self.first_window = layer.attn.fill_window(kv, self.step, self.state, self.shared)
 
     def decode_rows(self, kept: tuple[torch.Tensor, ...], plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Decoder layers over the kept rows; writes no entry and no index key."""
@@ -150,10 +151,12 @@ class ReplayedForward:
         attention = self.layer(self.first).attn
         window = self.first_window
         if window is None:
-            window = attention.fill_window(hq, step, self.state, self.shared)
+            low, kv = attention.down(hq)
+            window = attention.fill_window(kv, step, self.state, self.shared)
         else:
+            low = attention.wq_a(hq)
             count = len(self.replay.rows)
             ids = torch.full_like(step.window_ids, -1)
             ids[:count] = self.step.window_ids[self.replay.rows]
             step = replace(step, window_ids=torch.where(self.replay.attends[:, None], ids, -1))
-        return attention.attend(h, hq, step, self.state, self.shared, window)
+        return attention.attend(h, low, step, self.state, self.shared, window)

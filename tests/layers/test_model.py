@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dsv41 import V41FlashConfig
 from dsv41.cache import PagedKV
 from dsv41.layers import V41State
+from dsv41.layers.moe import Experts
 from tests import models
 from tests.tolerance import MODEL_KL_MEDIAN, MODEL_TOP1
 
@@ -348,3 +349,33 @@ def test_wrong_values_are_contained() -> None:
         got = models.model(kind)(torch.cat([bad, ids]), place, state, cu_seqlens=cu)
     assert torch.equal(got[24:], want)
     assert got.isfinite().all()
+
+
+def test_packing_changes_nothing() -> None:
+    """Joined weights are the checkpoint's, seen as one; moving the model keeps them joined."""
+    packed, ids, cfg = models.build("tiny", drafter=True), models.text("tiny", 21), models.config("tiny")
+    stored = {name: view.clone() for name, view in packed.checkpoint_tensors().items()}
+    assert packed.pack() is packed
+    for moved in (False, True):
+        if moved:
+            packed._apply(lambda t: t.clone())
+        attn: Any = packed.layers[0].attn
+        assert attn.joined.values.data_ptr() == attn.wq_a.weight.data_ptr()
+        assert attn.joined.flat()[1].data_ptr() == attn.wq_a.scale.data_ptr()
+        for name, view in packed.checkpoint_tensors().items():
+            assert torch.equal(view.view(torch.uint8), stored[name].view(torch.uint8)), name
+    model = models.drafting_model("tiny")
+    assert model.mtp is not None and packed.mtp is not None
+    with accumulate(torch.float64):
+        states = [V41State.allocate(cfg, 1, 32, drafter=True) for _ in range(2)]
+        want, got = (m(ids, models.positions(0, 21), s) for m, s in zip((model, packed), states, strict=True))
+        a, b = (m(torch.tensor([5]), s) for m, s in zip((model.mtp, packed.mtp), states, strict=True))
+    assert torch.equal(want, got) and torch.equal(a.logits, b.logits)
+
+
+def test_experts_that_were_not_packed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device's kernel reads another order: the message is the call to make."""
+    monkeypatch.setattr(Experts, "packable", True)
+    state = V41State.allocate(models.config("tiny"), 1, 16)
+    with pytest.raises(ValueError, match=r"packed experts: model.pack\(\) once the weights are there"):
+        models.model("tiny")(models.text("tiny", 4), models.positions(0, 4), state)

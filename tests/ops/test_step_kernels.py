@@ -39,8 +39,8 @@ def on_device(call: Callable[..., Any], *args: Any, **options: Any) -> list[torc
         return [t.cpu() for t in tensors(call(*map(move, args), **{k: move(v) for k, v in options.items()}))]
 
 
-def rare(got: torch.Tensor, want: torch.Tensor, share: float = 1e-3) -> None:
-    """bf16 results of f32 sums in another order: one unit apart at most, and that rarely. Where terms cancel,
+def rare(got: torch.Tensor, want: torch.Tensor, share: float = 1e-3, units: int = 1) -> None:
+    """bf16 results of f32 sums in another order: a unit apart at most, and that rarely. Where terms cancel,
     units are as small as the result; there, 1e-6 of the largest of the row.
     """
     assert torch.equal(got.isnan(), want.isnan())
@@ -50,7 +50,7 @@ def rare(got: torch.Tensor, want: torch.Tensor, share: float = 1e-3) -> None:
         return
     size = want.float().flatten(1).abs().amax(1).view(-1, *[1] * (want.dim() - 1))
     cancelled = (got.float() - want.float()).abs() <= 1e-6 * size
-    assert (((a - b).abs() <= 1) | cancelled).all()
+    assert (((a - b).abs() <= units) | cancelled).all()
     assert ((a != b) & ~cancelled).float().mean() <= share
 
 
@@ -302,7 +302,7 @@ def test_hyper_on_the_gpu(tokens: int) -> None:
     got = on_device(ops.mhc_boundary, y, x, mixes, *params, weight, **MIXING)
     want = ops.mhc_boundary(y, x, mixes, *params[:3], weight=weight, **MIXING)
     rare(got[0], want.x)
-    rare(got[4], want.norm, 1e-2)
+    rare(got[4], want.norm, 1e-2, units=2)  # a unit of the collapsed row, rounded once more
     q = ops.quantize_mxfp8(got[4])
     assert same(got[5].view(U8), q.values.view(U8)) and same(got[6].view(U8), q.scale.view(U8))
     again = on_device(ops.mhc_mixes, got[0], *params, **MIXING)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from dsv41_reference import accumulate, keep_weights
 
+from dsv41 import V41FlashConfig, no_compile, prepare
 from dsv41.layers import V41State
 from dsv41.ops.verify import sample_tokens
 from dsv41.spec import DecodeGraphs, OracleDrafter, Streams, default_sizes, generate
@@ -247,3 +248,53 @@ def test_refusals(error: str) -> None:
     call, message = ERRORS[error]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_captured_steps_on_the_gpu() -> None:
+    """Prepared, captured, without a host sync: the texts of the same steps run one by one."""
+    cfg = V41FlashConfig.tiny(hidden=256, inter=128)
+    model = models.build(cfg, drafter=True).cuda().pack()
+    for layer in cfg.engram.layers:
+        block: Any = model.layers[layer]
+        store = block.engram.store
+        store.values, store.scale = (
+            t.view(torch.uint8).cuda().view(t.dtype) for t in (store.values, store.scale)
+        )
+    prepare(cfg, max_requests=8, step_tokens=64)
+    texts = []
+    for captured in (False, True):
+        state = V41State.allocate(cfg, 8, 256, drafter=True, device="cuda")
+        inputs = torch.empty(40, model.mtp.input_width, dtype=torch.bfloat16, device="cuda")
+        tokens = torch.arange(40, device="cuda") * 7 % 490
+        place = torch.arange(5, device="cuda").repeat(8).int()
+        cu = torch.arange(9, device="cuda").int() * 5
+        logits = model(
+            tokens, place, state, cu_seqlens=cu, max_len=5, rows=cu[1:].long() - 1, draft_inputs=inputs
+        )
+        model.mtp.write_context(inputs, place, state, cu_seqlens=cu)
+        graphs = DecodeGraphs(model, state, drafter=model.mtp, sizes=[(4, 24), (8, 24), (8, 48)], depth=3)
+        if captured:
+            graphs.capture()
+        else:  # in the same sizes, so that a row meets the same tiles in both runs
+            sizes = graphs.sizes
+            graphs.size = lambda r, n, of=sizes: min(s for s in of if s[0] >= r and s[1] >= n)  # type: ignore
+        first = logits.argmax(1)
+        for r in range(8):
+            graphs.admit(r, first[r], length=5, left=30 + r, temperature=0.5 * (r % 2), seed=r)
+        said: dict[int, list[int]] = {r: [] for r in range(8)}
+        torch.cuda.synchronize()
+        with no_compile():
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                emissions = [graphs.step(16), graphs.step(None), graphs.step(0)]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            while graphs.live:
+                emissions.append(graphs.step())
+        for emission in emissions:
+            for r, tokens_of in emission.read().items():
+                said[r] += tokens_of
+        assert [len(text) for text in said.values()] == [30 + r for r in range(8)]
+        texts.append(said)
+    assert texts[0] == texts[1]
