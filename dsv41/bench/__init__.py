@@ -15,6 +15,7 @@ PARTS = {
     "ep": "expert parallel over the ranks of torchrun, on GPUs or CPUs",
     "quant": "quantising ops on a CUDA device",
     "eplb": "expert placements: imbalance, movement and planning time",
+    "step": "prefill and decode of one EP8 rank's share, op by op against its roofline",
     "rows": "mHC, Engram, router and budget split on a CUDA device, beside DeepGEMM and TileKernels",
     "index": "index scores and selection on a CUDA device, beside DeepGEMM and torch.topk",
 }
