@@ -8,7 +8,16 @@ CUDA C++, so that the tests run them on a CPU.
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..._op import Target
+
 HERE = Path(__file__).parent
+
+
+def arch_of(x: torch.Tensor) -> str:
+    """The architecture to compile for where ``x`` is: "sm_90a"."""
+    return f"sm_{Target.of(x).arch}a"
 
 
 def build(func: Any, arch: str, **pass_configs: Any) -> Any:

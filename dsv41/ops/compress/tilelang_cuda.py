@@ -6,7 +6,7 @@ import tilelang.language as T
 import torch
 
 from ..._op import compiled
-from .._tilelang import build, device_source
+from .._tilelang import arch_of, build, device_source
 
 HERE = Path(__file__).parent
 ARCH = "sm_90a"
@@ -175,7 +175,7 @@ def write_cache(x, norm_weight, eps, cos, sin, slots, round_rope, layout, pages)
     if x.shape[0] == 0 or pages.numel() == 0:
         return
     norm, pairs = norm_weight is not None, cos.shape[1]
-    _write(layout, x.shape[1], norm, round_rope, pairs, ARCH)(
+    _write(layout, x.shape[1], norm, round_rope, pairs, arch_of(x))(
         _front(x),
         _front(norm_weight if norm else x),
         _front(cos),
@@ -196,7 +196,7 @@ def copy_records(source, source_slots, slots, pages):
     """Launches for ``dsv41.ops.copy_records``."""
     if slots.shape[0] == 0 or pages.numel() == 0 or source.numel() == 0:
         return
-    _copy(ARCH)(
+    _copy(arch_of(pages))(
         _front(source),
         source_slots,
         slots,
@@ -215,7 +215,7 @@ def compress_pairs(kv_gate, request_ids, positions, carry, out):
     """Launches for ``dsv41.ops.compress_pairs``."""
     if kv_gate.shape[0] == 0:
         return
-    _pairs(ARCH)(
+    _pairs(arch_of(out))(
         _front(kv_gate),
         request_ids,
         positions,

@@ -19,16 +19,17 @@ from .._ascend import (
 )
 
 FLOORS = {"mxfp8": 1e-4, "v4": 1e-4, "fp8": 1e-4, "mxfp4": 6 * 2.0**-126, "nvfp4": 6 * 2.0**-9}
+PAGE = 64  # entries of a page that `variants` names; any other is compiled when it is met
 V4_ROPE = 64  # values that a v4 record keeps as bf16
 
 
 @compiled
-def _write(layout, dim, normed, round_rope, pairs):
-    count, x_stride, cos_stride, sin_stride, num_pages, page_bytes, page_stride = (
-        T.dynamic(n)
-        for n in ("count", "x_stride", "cos_stride", "sin_stride", "num_pages", "page_bytes", "page_stride")
+def _write(layout, dim, normed, round_rope, pairs, page_size):
+    count, x_stride, cos_stride, sin_stride, num_pages, page_stride = (
+        T.dynamic(n) for n in ("count", "x_stride", "cos_stride", "sin_stride", "num_pages", "page_stride")
     )
     num_values, num_scales, split = record_bytes(layout, dim)
+    page_bytes = page_size * (num_values + num_scales)
     block = {"nvfp4": 16, "v4": 64, "fp8": dim, "bf16": dim}.get(layout, 32)
     blocks = (dim - V4_ROPE if layout == "v4" else dim) // block
     shift, mantissa = (2, 0x400000) if layout == "mxfp4" else (8, 0x600000)
@@ -43,7 +44,6 @@ def _write(layout, dim, normed, round_rope, pairs):
         cos: T.StridedTensor((count, pairs), (cos_stride, 1), T.float32),
         sin: T.StridedTensor((count, pairs), (sin_stride, 1), T.float32),
         slots: T.Tensor((count,), T.int32),
-        page_size: T.int32,
         pages: T.StridedTensor((num_pages, page_bytes), (page_stride, 1), T.uint8),
     ):
         with T.Kernel(CORES) as core:
@@ -143,28 +143,16 @@ def _write(layout, dim, normed, round_rope, pairs):
 
 
 @compiled
-def _copy(record):
-    count, from_pages, from_bytes, from_stride, num_pages, page_bytes, page_stride = (
-        T.dynamic(n)
-        for n in (
-            "count",
-            "from_pages",
-            "from_bytes",
-            "from_stride",
-            "num_pages",
-            "page_bytes",
-            "page_stride",
-        )
-    )
+def _copy(record, source_size, page_size):
+    count, num_pages, page_stride = (T.dynamic(n) for n in ("count", "num_pages", "page_stride"))
+    from_pages, from_stride = T.dynamic("from_pages"), T.dynamic("from_stride")
 
     @T.prim_func
     def copy_rows(
-        source: T.StridedTensor((from_pages, from_bytes), (from_stride, 1), T.uint8),
+        source: T.StridedTensor((from_pages, source_size * record), (from_stride, 1), T.uint8),
         source_slots: T.Tensor((count,), T.int32),
         slots: T.Tensor((count,), T.int32),
-        source_size: T.int32,
-        page_size: T.int32,
-        pages: T.StridedTensor((num_pages, page_bytes), (page_stride, 1), T.uint8),
+        pages: T.StridedTensor((num_pages, page_size * record), (page_stride, 1), T.uint8),
     ):
         with T.Kernel(CORES) as core:
             row = T.alloc_shared((record,), T.uint8)
@@ -259,15 +247,15 @@ def _carry(width):
 
 
 def variants(cfg):
-    """Every build that a model of this configuration needs."""
+    """Every build that a model of this configuration needs, with pages of 64 entries."""
     pairs = cfg.rope_dim // 2
-    yield _write, ("mxfp8", cfg.head_dim, True, True, pairs)
-    yield _write, ("nvfp4", cfg.head_dim, False, cfg.round_compressed_rope, pairs)
-    yield _write, ("mxfp4", cfg.index_dim, True, True, pairs)
+    yield _write, ("mxfp8", cfg.head_dim, True, True, pairs, PAGE)
+    yield _write, ("nvfp4", cfg.head_dim, False, cfg.round_compressed_rope, pairs, PAGE)
+    yield _write, ("mxfp4", cfg.index_dim, True, True, pairs, PAGE)
     for layout in ("v4", "fp8", "bf16"):
-        yield _write, (layout, cfg.head_dim, False, True, pairs)
+        yield _write, (layout, cfg.head_dim, False, True, pairs, PAGE)
     for layout in ("mxfp8", "nvfp4"):
-        yield _copy, (sum(record_bytes(layout, cfg.head_dim)[:2]),)
+        yield _copy, (sum(record_bytes(layout, cfg.head_dim)[:2]), PAGE, PAGE)
     yield _pairs, (cfg.head_dim,)
     yield _carry, (2 * cfg.head_dim,)
 
@@ -276,16 +264,16 @@ def write_cache(x, norm_weight, eps, cos, sin, slots, round_rope, layout, pages)
     """Launch of ``dsv41.ops.write_cache``."""
     if x.numel() and pages.numel():
         normed = norm_weight is not None
-        _write(layout, x.shape[1], normed, round_rope, cos.shape[1])(
-            x, norm_weight if normed else x[0], eps, cos, sin, slots, pages.shape[1], pages.flatten(1)
+        _write(layout, x.shape[1], normed, round_rope, cos.shape[1], pages.shape[1])(
+            x, norm_weight if normed else x[0], eps, cos, sin, slots, pages.flatten(1)
         )
 
 
 def copy_records(source, source_slots, slots, pages):
     """Launch of ``dsv41.ops.copy_records``."""
     if slots.numel() and pages.numel() and source.numel():
-        _copy(pages.shape[2])(
-            source.flatten(1), source_slots, slots, source.shape[1], pages.shape[1], pages.flatten(1)
+        _copy(pages.shape[2], source.shape[1], pages.shape[1])(
+            source.flatten(1), source_slots, slots, pages.flatten(1)
         )
 
 

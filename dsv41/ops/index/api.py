@@ -84,17 +84,34 @@ def _hopper(
     )
 
 
+def _deepgemm(
+    q: Any, q_scale: Any, weights: Any, requests: Any, visible: Any, keys: Any, layout: str, page_table: Any,
+    candidates: Any, block_size: int, ids: Any, blocks: Any, scratch: Any,
+) -> str | None:  # fmt: skip
+    if layout != "mxfp4" or keys.shape[1] != 64 or not keys.is_contiguous():
+        return f"contiguous pages of 64 mxfp4 keys, got {layout} and pages of {keys.shape[1]}"
+    if q.shape[1] not in (32, 64) or q.shape[2] != 64:
+        return f"32 or 64 heads of width 128, got {q.shape[1]} of {2 * q.shape[2]}"
+    if candidates is not None or blocks.shape[1]:
+        return "no candidate blocks"
+    return None
+
+
 _QUERY = Op(
     "index_query(Tensor x, Tensor cos, Tensor sin, Tensor(a!) values, Tensor(b!) scale) -> ()",
     reference="dsv41_reference.index:index_query",
     package=__package__,
-    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_query_hopper),),
+    kernels=(
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90, 100, 103), supports=_query_hopper),
+    ),
 )
 _TOPK = Op(
     "topk(Tensor scores, Tensor lens, Tensor(a!) ids, Tensor(b!) scratch) -> ()",
     reference="dsv41_reference.index:topk",
     package=__package__,
-    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_topk_hopper),),
+    kernels=(
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90, 100, 103), supports=_topk_hopper),
+    ),
 )
 _INDEX_TOPK = Op(
     "index_topk(Tensor q, Tensor q_scale, Tensor head_weights, Tensor request_ids, Tensor visible,"
@@ -102,7 +119,10 @@ _INDEX_TOPK = Op(
     " Tensor(b!) new_candidates, Tensor(c!) scratch) -> ()",
     reference="dsv41_reference.index:index_topk",
     package=__package__,
-    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper),),
+    kernels=(
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper),
+        Kernel("deepgemm_cuda", "cuda", needs=("deep_gemm",), archs=(100, 103), supports=_deepgemm),
+    ),
 )
 
 

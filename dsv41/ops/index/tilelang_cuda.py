@@ -6,7 +6,7 @@ import tilelang.language as T
 import torch
 
 from ..._op import compiled
-from .._tilelang import build, device_source
+from .._tilelang import arch_of, build, device_source
 from .api import GRID, rows_together
 
 HERE = Path(__file__).parent
@@ -315,7 +315,7 @@ def index_query(x, cos, sin, values, scale):
     if x.numel() == 0:
         return
     blocks = -(-tokens * heads * (dim // 8) // THREADS)
-    _query(dim, cos.shape[1], ARCH)(
+    _query(dim, cos.shape[1], arch_of(x))(
         _front(x),
         _front(cos),
         _front(sin),
@@ -340,8 +340,8 @@ def topk(scores, lens, ids, scratch):
     if width == 0:
         ids.fill_(-1)
         return
-    _topk_scan(ARCH)(_front(scores), lens, ids.view(-1), scratch, width, scores.stride(0), k, GRID)
-    _topk_merge(ARCH)(lens, ids.view(-1), scratch, width, k, GRID)
+    _topk_scan(arch_of(ids))(_front(scores), lens, ids.view(-1), scratch, width, scores.stride(0), k, GRID)
+    _topk_merge(arch_of(ids))(lens, ids.view(-1), scratch, width, k, GRID)
 
 
 def launch(

@@ -43,6 +43,16 @@ def _deepgemm_fp8(
     return None if numerics == "fp8" else f"fp8 numerics, got {numerics}"
 
 
+def _npu_groups(x: Any, w: Any, w_scale: Any, out: Any, scratch: Any) -> str | None:
+    if x.shape[2] % 128 or out.shape[2] % 128:
+        return f"in and rank multiples of 128, got {x.shape[2]} and {out.shape[2]}"
+    return _unaligned(w=w, w_scale=w_scale)
+
+
+def _npu_plain(x: Any, w: Any, out: Any) -> str | None:
+    return "in must be a multiple of 128" if x.shape[1] % 128 else _unaligned(x=x, w=w, out=out)
+
+
 _BLOCK = Op(
     "block_linear(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, str numerics, Tensor(a!) out,"
     " Tensor(b!) scratch) -> ()",
@@ -54,6 +64,7 @@ _BLOCK = Op(
         Kernel("deepgemm_cuda", "cuda", needs=("deep_gemm",), archs=(100, 103), supports=_sm100),
         Kernel("tilelang_sm100_cuda", "cuda", needs=("tilelang",), archs=(100, 103), supports=_sm100),
         Kernel("torch_cuda", "cuda"),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_sm100),
     ),
 )
 _GROUPED = Op(
@@ -63,13 +74,17 @@ _GROUPED = Op(
     kernels=(
         Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper_groups),
         Kernel("torch_cuda", "cuda"),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_npu_groups),
     ),
 )
 _LINEAR = Op(
     "linear(Tensor x, Tensor w, Tensor(a!) out) -> ()",
     reference="dsv41_reference.linear:linear",
     package=__package__,
-    kernels=(Kernel("torch_cuda", "cuda"),),
+    kernels=(
+        Kernel("torch_cuda", "cuda"),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_npu_plain),
+    ),
 )
 
 

@@ -28,6 +28,13 @@ def _plain(x: Any, x_scale: Any, ids: Any, weights: Any, w13: Any, *rest: Any) -
     return None if all(t.is_contiguous() for t in given) else "takes contiguous tensors"
 
 
+def _sm100(x: Any, x_scale: Any, ids: Any, weights: Any, w13: Any, *rest: Any) -> str | None:
+    hidden, inter = x.shape[1], w13.shape[1] // 2
+    if hidden % 128 or inter % 128:
+        return f"hidden and inter multiples of 128, got {hidden} and {inter}"
+    return _plain(x, x_scale, ids, weights, w13, *rest)
+
+
 _MOE = Op(
     "mxfp4_moe(Tensor x, Tensor x_scale, Tensor expert_ids, Tensor expert_weights, Tensor w13,"
     " Tensor w13_scale, Tensor w2, Tensor w2_scale, str layout, float limit, Tensor? shared,"
@@ -36,7 +43,10 @@ _MOE = Op(
     package=__package__,
     kernels=(
         Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper),
+        Kernel("deepgemm_cuda", "cuda", needs=("deep_gemm",), archs=(100, 103), supports=_sm100),
+        Kernel("tilelang_sm100_cuda", "cuda", needs=("tilelang",), archs=(100, 103), supports=_sm100),
         Kernel("triton_cuda", "cuda", needs=("triton",), supports=_plain),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_sm100),
     ),
 )
 

@@ -40,7 +40,10 @@ _RMS_NORM = Op(
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()",
     reference="dsv41_reference.norm_rope:rms_norm",
     package=__package__,
-    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_rows_fit), _NPU),
+    kernels=(
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90, 100, 103), supports=_rows_fit),
+        _NPU,
+    ),
 )
 NORM_QUANTIZE = Op(
     "rms_norm_quantize(Tensor x, Tensor weight, float eps, float floor, Tensor(a!)? norm, Tensor(b!) values,"
@@ -48,7 +51,9 @@ NORM_QUANTIZE = Op(
     reference="dsv41_reference.norm_rope:rms_norm_quantize",
     package=__package__,
     kernels=(
-        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_norm_quantize_fits),
+        Kernel(
+            "tilelang_cuda", "cuda", needs=("tilelang",), archs=(90, 100, 103), supports=_norm_quantize_fits
+        ),
         _NPU,
     ),
 )
@@ -56,7 +61,10 @@ _ROPE = Op(
     "rope(Tensor x, Tensor cos, Tensor sin, bool inverse, Tensor(a!) out) -> ()",
     reference="dsv41_reference.norm_rope:rope",
     package=__package__,
-    kernels=(Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_rope_fits), _NPU),
+    kernels=(
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90, 100, 103), supports=_rope_fits),
+        _NPU,
+    ),
 )
 
 

@@ -6,7 +6,7 @@ import tilelang.language as T
 import torch
 
 from ..._op import compiled
-from .._tilelang import build, device_source
+from .._tilelang import arch_of, build, device_source
 
 HERE = Path(__file__).parent
 ARCH = "sm_90a"
@@ -106,7 +106,7 @@ def rms_norm(x, weight, eps, out):
     count, width = x.shape
     if count == 0:
         return
-    _rms_norm(width, False, ARCH)(
+    _rms_norm(width, False, arch_of(x))(
         out.view(torch.uint8).as_strided((16,), (1,)), x.data_ptr(), x.stride(0), weight.data_ptr(), count,
         eps, out.data_ptr(), out.stride(0), 0.0, 0, 0, 0, _blocks(width, count),
     )  # fmt: skip
@@ -118,7 +118,7 @@ def rms_norm_quantize(x, weight, eps, floor, norm, values, scale):
     if count == 0:
         return
     at, stride = (0, 0) if norm is None else (norm.data_ptr(), norm.stride(0))
-    _rms_norm(width, True, ARCH)(
+    _rms_norm(width, True, arch_of(x))(
         values.view(torch.uint8).as_strided((16,), (1,)), x.data_ptr(), x.stride(0), weight.data_ptr(), count,
         eps, at, stride, floor, values.stride(0), scale.data_ptr(), scale.stride(0), _blocks(width, count),
     )  # fmt: skip
@@ -134,7 +134,7 @@ def rope(x, cos, sin, inverse, out):
     chunks = tokens * heads * ((2 * pairs if in_place else dim) // 8)
     if chunks == 0:
         return
-    _rope(dim, pairs, in_place, ARCH)(
+    _rope(dim, pairs, in_place, arch_of(x))(
         out.as_strided((8,), (1,)), x.data_ptr(), x.stride(0), x.stride(1), tokens, heads,
         cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0), int(inverse),
         out.stride(0), out.stride(1), -(-chunks // ROPE_THREADS),

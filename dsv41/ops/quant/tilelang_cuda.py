@@ -6,7 +6,7 @@ import tilelang.language as T
 import torch
 
 from ..._op import compiled
-from .._tilelang import build, device_source
+from .._tilelang import arch_of, build, device_source
 
 SOURCE = Path(__file__).parent / "quantize.cuh"
 ARCH = "sm_90a"
@@ -104,7 +104,7 @@ def launch_rows(form, x, floor, values, scale):
         return
     chunks = count * width // 8
     unroll = unrolled(chunks)
-    _rows(form, x.dtype == torch.bfloat16, width, unroll, ARCH)(
+    _rows(form, x.dtype == torch.bfloat16, width, unroll, arch_of(values))(
         values.view(torch.uint8).as_strided((16,), (1,)), x.data_ptr(), x.stride(0), count, floor,
         values.stride(0), scale.data_ptr(), scale.stride(0), -(-chunks // (THREADS * unroll)),
     )  # fmt: skip
@@ -132,7 +132,7 @@ def swiglu_quantize(gate_up, weight, limit, round_bf16, values, scale):
         return
     chunks = count * inter // 8
     unroll = unrolled(chunks)
-    _swiglu(inter, round_bf16, unroll, ARCH)(
+    _swiglu(inter, round_bf16, unroll, arch_of(values))(
         values.view(torch.uint8).as_strided((16,), (1,)), gate_up.data_ptr(), gate_up.stride(0), count,
         0 if weight is None else weight.data_ptr(), limit, 1e-4,
         values.stride(0), scale.data_ptr(), scale.stride(0), -(-chunks // (THREADS * unroll)),
