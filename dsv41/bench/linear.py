@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from .._op import Unsupported
+from .._op import Target, Unsupported, use
 from ..formats import E4M3, E8M0, MXFP8, FP8Tiles
 from ..ops import block_linear, block_linear_scratch, grouped_linear, linear, pack_linear
 from ..parity import distance
 from . import results
 from .gpu_time import graph_us
 
-# Name, features, k. Every block-scaled linear of the model; the first two are the ones that the targets name.
+# Name, features, k. Every block-scaled linear of the model.
 SHAPES = (
     ("wq_b", 32768, 1280),
     ("wo_b", 5120, 8192),
@@ -30,6 +30,7 @@ SHAPES = (
     ("shared w2", 5120, 2304),
     ("main_proj", 5120, 15360),
 )
+TARGETS = ("wq_b", "wo_b")
 GROUPS, RANK, GROUP_K = 8, 1024, 4096  # wo_a
 READ_TBPS, BF16_TFLOPS, FP8_TFLOPS = 4.43, 701.0, 1304.0  # measured ceilings of one H200
 BOUND = 1e-5
@@ -123,8 +124,17 @@ def _block(name: str, features: int, k: int, tokens: int) -> list[dict[str, Any]
         row = _row("block_linear", name, numerics, (tokens, features, k), us, peer)
         if isinstance(packed[0], FP8Tiles):
             row["changed"] = packed[0].changed / packed[0].values.numel()
+            if name in TARGETS and tokens > 128 and Target.of(out).has("deep_gemm"):
+                row |= _deepgemm(call, want)
         found.append(_report(row, call, want))
     return found
+
+
+def _deepgemm(call: Callable[[], torch.Tensor], want: torch.Tensor) -> dict[str, Any]:
+    """The same call through DeepGEMM, which compiles a shape for seconds first."""
+    with use("deepgemm_cuda", block_linear):
+        good = distance(call(), want) < BOUND
+        return {"deepgemm_us": round(graph_us([call] * 3), 2) if good else None}
 
 
 def _grouped(tokens: int) -> list[dict[str, Any]]:

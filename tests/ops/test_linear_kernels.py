@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from dsv41_reference.quant import coarsen_mxfp8, e8m0_decode
 
 from dsv41._op import use
 from dsv41.formats import E8M0, MXFP8, FP8Tiles, quantize_mxfp8
 from dsv41.ops import block_linear, block_linear_scratch, grouped_linear, linear, pack_linear
 from dsv41.ops._tilelang import HERE, device_source
 from dsv41.parity import distance
+from tests.tools import triton_interp
 from tests.tools.cuda_emu import SHARED, available, emulate, tensor_map
 
 needs_gpp = pytest.mark.skipif(not available(), reason="needs g++")
@@ -169,6 +171,21 @@ def test_library_path_is_the_reference(fp8):
         rows, got = torch.randn(9, 3, 256).bfloat16(), torch.empty(9, 3, 32, dtype=torch.bfloat16)
         kernels.grouped_linear(rows, *w.flat(), got, None)
         assert distance(got, grouped_linear(rows, w)) < 1e-5
+
+
+@pytest.mark.skipif(not triton_interp.available(), reason="needs triton")
+def test_interpreted_coarser_rows_are_the_reference():
+    """Spreads of scales far beyond what E4M3 holds; scales with the tokens contiguous and padded."""
+    torch.manual_seed(0)
+    x = torch.randn(21, 8, 32) * torch.randint(-12, 5, (21, 8, 1)).exp2()
+    values, scale = quantize_mxfp8(x.flatten(1)).flat()
+    got, got_scale = torch.empty_like(values).view(torch.uint8), torch.zeros(2, 24)
+    kernels = triton_interp.interpret("dsv41.ops._triton")
+    kernels.coarsen_rows(values.view(torch.uint8), scale, got, got_scale)
+    want, want_scale = coarsen_mxfp8(values, scale)
+    assert torch.equal(got, want.view(torch.uint8))
+    assert torch.equal(got_scale[:, :21].t(), e8m0_decode(want_scale))
+    assert not got_scale[:, 21:].any()
 
 
 def rows_of(x, n):

@@ -1,7 +1,9 @@
-"""What the Triton kernel files share: the scales of the block formats."""
+"""What the Triton kernel files share: the scales of the block formats, and rows with coarser ones."""
 
 import triton
 import triton.language as tl
+
+ROWS = 16  # of a program
 
 
 @triton.jit
@@ -29,3 +31,30 @@ def undo_scale(code):
 def power(code):
     """2^(code - 127), of codes 0 to 254."""
     return tl.where(code == 0, 0x00400000, code << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _coarsen(x, x_scale, count, k, values, scale, scale_stride, ROWS: tl.constexpr):
+    row, group = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    used, four, wide = row < count, tl.arange(0, 4), row.to(tl.int64)
+    codes = x_scale + (wide * (k // 32) + group * 4)[:, None] + four[None]
+    code = tl.load(codes, used[:, None], other=0).to(tl.int32)
+    top = tl.max(code, 1)
+    by = (tl.maximum(127 + code - top[:, None], 0) << 23).to(tl.float32, bitcast=True)
+    at = (wide * k + group * 128)[:, None, None] + (four * 32)[None, :, None] + tl.arange(0, 32)[None, None]
+    v = tl.load(x + at, used[:, None, None], other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    folded = (v * by[:, :, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    tl.store(values + at, folded, used[:, None, None])
+    tl.store(scale + group.to(tl.int64) * scale_stride + row, power(top), used)
+
+
+def coarsen_rows(x, x_scale, values, scale):
+    """MXFP8 rows, bytes and codes, to a scale a 128 values, the largest of four.
+
+    Args:
+        values: bytes of x's shape to write into.
+        scale: [k / 128, tokens or more] f32 to write into.
+    """
+    tokens, k = x.shape
+    grid = (triton.cdiv(tokens, ROWS), k // 128)
+    _coarsen[grid](x, x_scale, tokens, k, values, scale, scale.stride(0), ROWS=ROWS)
