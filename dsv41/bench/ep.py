@@ -300,6 +300,7 @@ class Bench:
                 flight = moe.ep.dispatch(q, chosen, shares)
                 rows = mxfp4_moe(*flight.wait(), moe.experts.mxfp4, limit=cfg.swiglu_limit)
                 flight.combine(rows, shared=shared)
+            group.end()
 
         before_us, before = self.clock_us(step), self.spread(group, ids)
         balancer = Balancer(

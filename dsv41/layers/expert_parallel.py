@@ -69,6 +69,8 @@ class ExpertParallel:
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.counts = torch.zeros((len(p2l), num_experts), dtype=torch.int64, device=device)
         self.live: torch.Tensor | None = None
+        self._chosen: dict[int, torch.Tensor] = {}
+        self._first = torch.arange(len(p2l), device=device) * num_experts
         self.exact = capacity is None
         self.layers = [EPLayer(self, i) for i in range(len(p2l))]
         mine = {**facts(), "map": self.checksum(), "capacity": str(capacity), "experts": str(num_experts)}
@@ -94,13 +96,30 @@ class ExpertParallel:
         return self.physical_to_logical[layer, first : first + self.slots_per_rank].tolist()
 
     def begin(self, num_tokens: int, cu_seqlens: torch.Tensor | None) -> None:
-        """A new step: count again from zero, start elsewhere in the tables. Rows from ``cu_seqlens[-1]`` on
-        are padding and go nowhere.
+        """A new step: start elsewhere in the tables. Rows from ``cu_seqlens[-1]`` on are padding and go
+        nowhere.
         """
         self.step.add_(1)
-        self.counts.zero_()
+        self._chosen.clear()
         rows = None if cu_seqlens is None else torch.arange(num_tokens, device=self.step.device)
         self.live = None if rows is None or cu_seqlens is None else (rows < cu_seqlens[-1])[:, None]
+
+    def note(self, layer: int, ids: torch.Tensor) -> None:
+        """Keep what a layer chose until `end` counts it."""
+        self._chosen[layer] = ids
+
+    def end(self) -> None:
+        """The step is over: ``counts`` [num_layers, num_experts] int64 become its routed pairs, on the device."""
+        self.counts.zero_()
+        alike: dict[torch.Size, list[int]] = {}  # layers with equally many rows are counted together
+        for layer, ids in self._chosen.items():
+            alike.setdefault(ids.shape, []).append(layer)
+        for layers in alike.values():
+            ids = torch.stack([self._chosen[layer] for layer in layers]).long().flatten(1)
+            real = (ids >= 0).long()
+            first = torch.stack([self._first[layer] for layer in layers])[:, None]
+            self.counts.view(-1).scatter_add_(0, (ids.clamp(min=0) + first).flatten(), real.flatten())
+        self._chosen.clear()
 
     def switch(self, layer: int, physical_to_logical: Any, table: Any) -> None:
         """Serve ``layer`` with another map from the next step on; its experts must be in their slots.
@@ -137,13 +156,11 @@ class EPLayer:
         self.experts: Experts | None = None
 
     def dispatch(self, x: MXFP8, ids: torch.Tensor, weights: torch.Tensor) -> Flight:
-        """Count the routed pairs, choose copies, and start to send: arguments as ``mxfp4_moe``."""
+        """Note the routed pairs, choose copies, and start to send: arguments as ``mxfp4_moe``."""
         g = self.group
         if g.live is not None:
             ids = torch.where(g.live, ids, -1)
-        flat = ids.flatten().long()
-        valid = (flat >= 0).long()
-        g.counts[self.layer].scatter_add_(0, flat.clamp(min=0), valid)
+        g.note(self.layer, ids)
         slots = physical_experts(ids, g.table[self.layer], source=g.rank, step=g.step)
         return g.exchange.dispatch(x, slots, weights, exact=g.exact)
 

@@ -203,6 +203,8 @@ class V41Flash(nn.Module):
             else:
                 parts = ReplayedForward(self, replay, tokens, step, state, cu_seqlens, draft_inputs)
                 x, pre = parts.run(x, pre)
+            if self.ep is not None:
+                self.ep.end()
             self.commit(tokens, step, state, cu_seqlens)
             if rows is not None:
                 x, pre = x[rows], pre[rows]
