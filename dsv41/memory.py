@@ -15,16 +15,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ._op import check
 from .config import V41FlashConfig
+from .eplb import rebalance_experts
 from .formats import E4M3, E8M0
 from .layers import V41Flash, V41State
 from .layers.engram import EngramSpec, MemoryEngramStore, TokenMap
+from .layers.expert_parallel import ExpertParallel
 from .layers.moe import Experts, MoE
+from .ops.exchange import usual_capacity
 
 GB, GIB = 10**9, 2**30
 # Bytes of a device. The H200's is what torch reports; the others are data sheets, a GB counted as 10^9.
@@ -144,14 +148,15 @@ def plan_memory(
 ) -> MemoryPlan:
     """Memory of one rank of an expert-parallel group, and how many tokens and requests fit.
 
-    Experts are divided over the ranks, Engram rows over whole columns, everything else is on every rank.
+    The layers' experts are divided over the ranks, Engram rows over whole columns; everything else, the
+    drafter included, is on every rank. Steps hold the rows of an exchange with the usual capacity.
 
     Args:
         cfg: the model's constants.
         device_bytes: bytes of the device; `DEVICES` has some.
         ep: ranks that the experts are divided over.
         redundant: copies of experts in the group beside the first of each; experts and copies fill the ranks
-            evenly.
+            evenly, no expert twice on one.
         host_bytes: host memory that this rank may use.
         engram: where its table rows are: "device", "host" (pinned), "disk" (mapped files). None is the host
             where they fit, else the disk.
@@ -188,10 +193,12 @@ def plan_memory(
     check(max_context <= cfg.max_positions, name, f"max_context: up to {cfg.max_positions}", max_context)
     known = engram is None or engram in ENGRAM_PLACES
     check(known, name, f"engram: one of {', '.join(ENGRAM_PLACES)}", engram)
-    slots = cfg.num_experts + redundant
+    slots, most = cfg.num_experts + redundant, cfg.num_experts * (ep - 1)
+    what = f"redundant: 0 to {most} copies for {ep} ranks, no expert twice on one"
+    check(redundant <= most, name, what, redundant)
     check(slots % ep == 0, name, f"{slots} experts and copies that {ep} ranks share evenly", slots / ep)
     classes = TokenMap.synthetic(cfg.vocab_size, cfg.engram.num_classes, 0)
-    model = rank_model(cfg, classes, slots // ep, -(-cfg.draft.num_experts // ep), drafter)
+    model = rank_model(cfg, classes, cfg.num_experts, cfg.draft.num_experts, drafter, _group(cfg, ep, slots))
     allocate = functools.partial(
         V41State.allocate, cfg, block=block, drafts=drafts, drafter=drafter, device="meta"
     )
@@ -204,7 +211,7 @@ def plan_memory(
     return MemoryPlan(
         device_bytes=device_bytes,
         host_bytes=host_bytes,
-        weights={**weight_bytes(model), "Engram token classes": classes.ids.nbytes},
+        weights={**weight_bytes(model), "tables of classes and experts": _table_bytes(model, classes)},
         engram=engram or ("host" if rows <= host_bytes else "disk"),
         engram_bytes=rows,
         prefill=_prefill_bytes(model, state, step_tokens, max_requests),
@@ -219,14 +226,48 @@ def plan_memory(
     )
 
 
+class _Ranks:
+    """A transport to ranks that are not there: what `ExpertParallel` needs to be made and to step."""
+
+    rank = 0
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def gather(self, value: bytes, timeout: float) -> list[bytes]:
+        return [value] * self.size
+
+    def all_to_all(self, *_: Any) -> "_Ranks":
+        return self
+
+    def wait(self) -> None: ...
+
+
+def _group(cfg: V41FlashConfig, ep: int, slots: int) -> ExpertParallel | None:
+    if ep == 1 and slots == cfg.num_experts:
+        return None
+    row = torch.from_numpy(rebalance_experts(np.ones((1, cfg.num_experts)), slots, 1, 1, ep)[0])
+    ranks: Any = _Ranks(ep)
+    placement = row.expand(cfg.num_layers, -1)
+    group = ExpertParallel(ranks, placement, cfg.num_experts, capacity=1)
+    for name in ("table", "step", "counts"):
+        setattr(group, name, getattr(group, name).to("meta"))
+    return group
+
+
 def rank_model(
-    cfg: V41FlashConfig, classes: TokenMap, experts: int, draft_experts: int, drafter: bool
+    cfg: V41FlashConfig,
+    classes: TokenMap,
+    experts: int,
+    draft_experts: int,
+    drafter: bool,
+    group: ExpertParallel | None = None,
 ) -> V41Flash:
-    """One rank's modules without memory."""
+    """One rank's modules without memory: with ``experts`` of each layer, or what a group gives it."""
     with torch.device("meta"):
-        model = V41Flash(cfg, drafter=drafter)
+        model = V41Flash(cfg, drafter=drafter, ep_group=group)
         for path, moe in model.named_modules():
-            if isinstance(moe, MoE):
+            if isinstance(moe, MoE) and (group is None or path[:3] == "mtp"):
                 moe.experts = Experts(cfg.hidden, cfg.inter, draft_experts if path[:3] == "mtp" else experts)
     model.attach_token_map(classes)
     for layer, rows in zip(cfg.engram.layers, cfg.engram.num_rows, strict=True):
@@ -261,6 +302,11 @@ _PARTS = (  # first key that a parameter's name contains
     ("norm.", "norms"),
     ("", "embedding and head"),
 )
+
+
+def _table_bytes(model: V41Flash, classes: TokenMap) -> int:
+    group = model.ep
+    return classes.ids.nbytes + (0 if group is None else group.table.nbytes + group.counts.nbytes)
 
 
 def state_bytes(state: V41State) -> int:
@@ -340,6 +386,13 @@ def _step(
     )
 
 
+def _room(model: V41Flash, tokens: int) -> None:
+    """The exchange of a step of so many rows has the usual room."""
+    if model.ep is not None:
+        ranks, top_k = model.ep.size, model.cfg.top_k
+        model.ep.exchange.capacity = usual_capacity(tokens, top_k, ranks)
+
+
 def _inputs(model: V41Flash, tokens: int) -> torch.Tensor | None:
     return None if model.mtp is None else _meta(tokens, model.mtp.input_width, dtype=torch.bfloat16)
 
@@ -347,6 +400,7 @@ def _inputs(model: V41Flash, tokens: int) -> torch.Tensor | None:
 def _prefill_bytes(model: V41Flash, make: Callable[[], V41State], tokens: int, requests: int) -> int:
     """A prefill step with one row of logits a request, and its drafter context."""
     state = make()
+    _room(model, tokens)
     with Allocations() as counted:
         inputs = _inputs(model, tokens)
         logits = _step(model, state, tokens, min(requests, tokens), inputs)
@@ -362,6 +416,7 @@ def _decode_bytes(
 ) -> int:
     """A decode step with every draft: logits of all rows, then the drafter's context and block."""
     state, tokens = make(), requests * (1 + drafts if drafter else 1)
+    _room(model, tokens)
     with Allocations() as counted:
         inputs = _inputs(model, tokens)
         logits = _step(model, state, tokens, None, inputs)
