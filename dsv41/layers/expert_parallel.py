@@ -109,7 +109,7 @@ class ExpertParallel:
         self._chosen[layer] = ids
 
     def end(self) -> None:
-        """The step is over: ``counts`` [num_layers, num_experts] int64 become its routed pairs, on the device."""
+        """The step is over: its routed pairs go into ``counts`` [num_layers, num_experts], on the device."""
         self.counts.zero_()
         alike: dict[torch.Size, list[int]] = {}  # layers with equally many rows are counted together
         for layer, ids in self._chosen.items():
