@@ -161,7 +161,9 @@ class MXFP4Experts:
         w13_scale: [num_experts, 2 * inter, hidden/32] float8_e8m0fnu.
         w2: [num_experts, hidden, inter/2] uint8.
         w2_scale: [num_experts, hidden, inter/32] float8_e8m0fnu.
-        layout: "plain" is the checkpoint's; other names belong to the kernel that packed the weights.
+        layout: "plain" is the checkpoint's; "plain fp8" the same, for the reference of fp8 numerics; other
+            names belong to the kernel that packed the weights.
+        unfolded: blocks that packing left to the exact path (see ``dsv41.ops.pack_experts``).
     """
 
     w13: torch.Tensor
@@ -169,13 +171,14 @@ class MXFP4Experts:
     w2: torch.Tensor
     w2_scale: torch.Tensor
     layout: str = "plain"
+    unfolded: int = 0
 
     def __post_init__(self) -> None:
         name = "MXFP4Experts"
         tensors = all(isinstance(t, torch.Tensor) for t in (self.w13, self.w13_scale, self.w2, self.w2_scale))
         check(tensors, name, "four tensors", type(self.w13).__name__)
         check(self.w13.dim() == 3, name, "w13: [num_experts, 2 * inter, hidden/2] uint8", self.w13)
-        if self.layout != "plain":
+        if not self.layout.startswith("plain"):
             return
         experts, inter, hidden = self.w13.shape[0], self.w13.shape[1] // 2, self.w13.shape[2] * 2
         check_tensor(name, "w13", self.w13, (experts, 2 * inter, hidden // 2), torch.uint8)

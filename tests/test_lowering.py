@@ -87,7 +87,7 @@ def declared(module: str) -> list[tuple[str, ...]]:
         loaded.device_source = kept
     groups = []
     groups += [WGMMA_BF16] if any(op.startswith("bf16") for op in asked) else []
-    groups += [WGMMA_FP8] if any(op.startswith("e4m3") for op in asked) else []
+    groups += [WGMMA_FP8] if any(op.startswith(("e4m3", "e5m2")) for op in asked) else []
     return groups + ([BULK] if any("bulk_copy" in text for text in texts) else [])
 
 

@@ -7,6 +7,7 @@ than the L2, which is flushed between replays.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from typing import Any
 
@@ -22,14 +23,16 @@ from .gpu_time import graph_us
 HIDDEN, INTER, TOP_K, LIMIT = 5120, 2304, 6, 10.0
 CASES = ((48, 16), (48, 64), (48, 256), (48, 1024), (48, 4096), (384, 64), (384, 256), (384, 4096))
 EXPERT_BYTES = 3 * INTER * HIDDEN * (1 / 2 + 1 / 32)
-BOUND = 1e-5  # distance to the reference
+BOUND = 1e-5  # distance to the reference, of both numerics
 PARITY_TOKENS = 256  # more cost the reference minutes
+FP8_TOKENS = 256  # fp8 numerics are measured from here on; below, the weights' bytes decide
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `bench moe`."""
     parser.add_argument("--experts", type=int, nargs="*", default=[48, 384], help="experts of the rank")
     parser.add_argument("--tokens", type=int, nargs="*", help="only these token counts")
+    parser.add_argument("--numerics", nargs="*", default=["exact", "fp8"], help="exact, fp8")
     parser.add_argument("--json", help="append the measurements to this JSON-lines file")
 
 
@@ -41,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for experts in args.experts:
         tokens = [t for e, t in CASES if e == experts and (not args.tokens or t in args.tokens)]
-        rows += _cases(experts, tokens)
+        for numerics in args.numerics:
+            rows += _cases(experts, [t for t in tokens if numerics == "exact" or t >= FP8_TOKENS], numerics)
     if args.json:
         results.append(args.json, rows)
     return 0 if all(row["distance"] is None or row["distance"] < BOUND for row in rows) else 1
@@ -71,15 +75,17 @@ def make_step(experts: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, to
     return x.cuda(), ids.cuda(), (weights / weights.sum(1, keepdim=True)).cuda()
 
 
-def _cases(experts: int, tokens: list[int]) -> list[dict[str, Any]]:
+def _cases(experts: int, tokens: list[int], numerics: str) -> list[dict[str, Any]]:
     plain = make_experts(experts)
+    if numerics == "fp8":
+        plain = dataclasses.replace(plain, layout="plain fp8")
     expected: dict[int, torch.Tensor] = {}
     for t in tokens:
         if t <= PARITY_TOKENS:
             x, ids, weights = make_step(experts, t)
             with use("torch"):
                 expected[t] = mxfp4_moe(x, ids, weights, plain, limit=LIMIT)
-    packed = pack_experts(plain)
+    packed = pack_experts(dataclasses.replace(plain, layout="plain"), numerics=numerics)
     rows = []
     for t in tokens:
         x, ids, weights = make_step(experts, t)
@@ -98,7 +104,7 @@ def _cases(experts: int, tokens: list[int]) -> list[dict[str, Any]]:
         active = int(ids.unique().numel())
         flops = 6 * t * TOP_K * HIDDEN * INTER
         row = {
-            "op": "mxfp4_moe", "numerics": "exact", "experts": experts, "tokens": t, "us": round(us, 1),
+            "op": "mxfp4_moe", "numerics": numerics, "experts": experts, "tokens": t, "us": round(us, 1),
             "TBps": round(active * EXPERT_BYTES / us / 1e6, 3), "TFLOPs": round(flops / us / 1e6, 1),
             "distance": distance(out, expected[t]) if t in expected else None,
             "bound": BOUND, "repeat": bool(torch.equal(out, again)),

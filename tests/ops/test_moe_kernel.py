@@ -1,5 +1,7 @@
 """The Hopper MoE kernel: its device functions in the emulator, and the op itself where a GPU is present."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -8,7 +10,8 @@ from dsv41._op import ops as registered
 from dsv41.formats import MXFP4Experts, quantize_mxfp4, quantize_mxfp8
 from dsv41.ops import mxfp4_moe, pack_experts
 from dsv41.ops._tilelang import HERE, device_source
-from dsv41.ops.moe.api import mxfp4_moe_scratch, scratch_parts
+from dsv41.ops.moe.api import mxfp4_moe_scratch, read_layout, scratch_parts
+from dsv41.ops.moe.tilelang_cuda import Shape, _source
 from dsv41.parity import distance
 from tests.tolerance import DOT_BF16
 from tests.tools.cuda_emu import SHARED, EmulationError, available, emulate
@@ -29,39 +32,54 @@ def clone(e):
     return MXFP4Experts(e.w13.clone(), e.w13_scale.clone(), e.w2.clone(), e.w2_scale.clone())
 
 
-def emulate_moe(x, ids, weights, experts, limit, shape, rows=16, shared=None):
-    """`mxfp4_moe` launch by launch in the emulator. shape: (m_blocks, k_groups, native)."""
+def emulate_moe(x, ids, weights, experts, limit, shape, shared=None):
+    """`mxfp4_moe` launch by launch in the emulator."""
     (tokens, top_k), hidden, inter, n = ids.shape, experts.hidden, experts.inter, experts.num_experts
-    m_blocks, k_groups, native = shape
-    widths = (8, 16)
-    macro = "#define DSV41_WIDTHS(X) " + " ".join(f"X({w})" for w in widths) + "\n"
-    source = macro + device_source(
-        HERE / "weights_gemm.cuh", SOURCE, wgmma={"bf16_rs": widths, "e4m3_rs": widths}
-    )
+    source = _source(shape)
     if EDIT:
         source = source.replace(*EDIT)
     scratch = torch.full((mxfp4_moe_scratch(tokens, top_k, n, hidden, inter),), 255, dtype=torch.uint8)
     parts = split_scratch(scratch, scratch_parts(tokens, top_k, n, hidden, inter))
-    begins, order, expanded, inner, inner_scale, assigned = parts
+    begins, order, ready, ready_scale, inner, inner_scale, assigned = parts
     values, scale = (t.view(torch.uint8) for t in quantize_mxfp8(x).flat())
-    args = [ids, values, scale, tokens, top_k, n, begins, order, expanded, SHARED]
-    flag = str(native).lower()
-    emulate(source, f"moe::prepare<{hidden}, {flag}>", args, grid=n + 2, threads=256, shared_bytes=64)
+    bases = read_layout(experts.layout)[1] if shape.folded else (127, 127)
+    (base, unit), (base2, unit2) = ((code, 2.0 ** (code - 127)) for code in bases)
+    args = [ids, values, scale, tokens, top_k, n, unit, begins, order, ready, ready_scale, SHARED]
+    kind = f"gemm::{shape.tokens}"
+    emulate(source, f"moe::prepare<{hidden}, {kind}>", args, grid=n + 2, threads=256, shared_bytes=64)
     w13, w13_scale, w2, w2_scale, _ = experts.flat()
-    kind = f"{rows}, {m_blocks}, {k_groups}, gemm::{'Native' if native else 'Bf16'}"
-    operand = values if native else expanded
-    launch = {"grid": 2, "threads": 128 + 256 * k_groups, "shared_bytes": 227 * 1024}
+    made, made_scale = inner, inner_scale
+    if shape.prepared:
+        made = assigned.view(torch.uint8).view(-1)
+        made_scale = made[tokens * top_k * inter :]
+    # Columns of a tile past its rows are multiplied with whatever is there.
+    launch = {
+        "grid": 2,
+        "threads": 128 + 256 * shape.k_groups,
+        "shared_bytes": 227 * 1024,
+        "uninitialised": "allow",
+    }
+    operand = values if shape.tokens in ("Native", "Fine") else ready
     emulate(
         source,
-        f"moe::gate_up<{hidden}, {inter}, {kind}>",
-        [w13, w13_scale, operand, expanded, begins, order, weights, n, top_k, float(limit), inner,
-         inner_scale, SHARED],
+        f"moe::gate_up<{hidden}, {inter}, {shape.template}>",
+        [w13, w13_scale, operand, ready_scale, begins, order, weights, n, top_k, base, float(limit), unit2,
+         made, made_scale, SHARED],
         **launch,
     )  # fmt: skip
+    if shape.prepared:
+        rows = tokens * top_k
+        emulate(
+            source,
+            f"moe::fold_inner<{inter}, {kind}>",
+            [made, made_scale, rows, unit2, inner, inner_scale],
+            grid=-(-rows * (inter // 16) // 256),
+            threads=256,
+        )
     emulate(
         source,
-        f"moe::down<{hidden}, {inter}, {kind}>",
-        [w2, w2_scale, inner, inner_scale, begins, order, n, assigned, SHARED],
+        f"moe::down<{hidden}, {inter}, {shape.template}>",
+        [w2, w2_scale, inner, inner_scale, begins, order, n, base2, assigned, SHARED],
         **launch,
     )
     out = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
@@ -75,7 +93,19 @@ def emulate_moe(x, ids, weights, experts, limit, shape, rows=16, shared=None):
     return out
 
 
-SHAPES = {"native": (1, 2, True), "bf16": (2, 1, False)}
+SHAPES = {
+    "native": Shape((8, 16), 1, 2, "Native"),
+    "bf16": Shape((8, 16), 2, 1, "Bf16"),
+    "exact, few rows": Shape((8, 16), 1, 2, "Split"),
+    "exact, wide": Shape((8, 48), 2, 1, "Split"),  # more than 64 columns are two chains
+    "exact, prefill": Shape((16, 80), 2, 1, "Fine"),
+    "fp8": Shape((16, 80), 2, 1, "Coarse"),
+}
+
+
+def plain(experts, shape):
+    """What the reference computes with: the weights of a layer before packing."""
+    return dataclasses.replace(experts, layout="plain fp8" if shape.tokens == "Coarse" else "plain")
 
 
 def case(name, experts=3, tokens=21, top_k=2, hidden=256, device="cpu"):
@@ -99,7 +129,7 @@ def test_emulated_moe_is_the_reference(shape, name):
     experts = make_experts(3, 256, 128)
     x, ids, weights = case(name)
     shared = torch.randn(21, 256).bfloat16() if name == "none" else None
-    want = mxfp4_moe(x, ids, weights, experts, limit=1.0, shared=shared)
+    want = mxfp4_moe(x, ids, weights, plain(experts, SHAPES[shape]), limit=1.0, shared=shared)
     got = emulate_moe(x, ids, weights, pack_experts(clone(experts)), 1.0, SHAPES[shape], shared=shared)
     assert distance(got, want) < DOT_BF16
 
@@ -121,21 +151,28 @@ def test_emulated_rows_do_not_touch_each_other(shape):
     assert spoiled[5].isnan().any() or (ids[5] < 0).all()
 
 
-MISTAKES = {  # of the sources: what each becomes
-    "signs of the other row": ("(w << 4 & 0x80808080u)", "(w & 0x80808080u)"),
-    "signs of the other row, bf16": ("((row ? w << 4 : w) & 0x80808080u)", "(w & 0x80808080u)"),
-    "a value of the table": ("0x4C484440u", "0x4C484840u"),
-    "a value of the table, bf16": ("0xC0804000u", "0xC0800000u"),
-    "rows swapped": ("__byte_perm(row ? high : low", "__byte_perm(row ? low : high"),
-    "scale of the first block": ("row ? high : low, step >> 1)", "row ? high : low, 0)"),
-    "token scale of the first block": ("component(early[2 * j + i], q - 1)", "early[2 * j + i].x"),
-    "no clamp of up": ("up = up > limit ? limit : up < -limit ? -limit : up;", ""),
-    "weight of the first row": ("__int_as_float(notes[n])", "__int_as_float(notes[0])"),
-    "maxima of one warp": ("for (int w = 1; w < 4; ++w) amax", "for (int w = 1; w < 1; ++w) amax"),
-    "order of k": ("4 * (feature & 2)", "2 * (feature & 2)"),
-    "row of the wrong token": ("__ldg(order + position) / top_k", "__ldg(order + position) % top_k"),
+MISTAKES = {  # shape, text of the sources, what it becomes
+    "signs of the other row": ("native", "(w << 4 & 0x80808080u)", "(w & 0x80808080u)"),
+    "signs of the other row, bf16": ("bf16", "((row ? w << 4 : w) & 0x80808080u)", "(w & 0x80808080u)"),
+    "a value of the table": ("native", "0x4C484440u", "0x4C484840u"),
+    "a value of the table, bf16": ("bf16", "0xC0804000u", "0xC0800000u"),
+    "a value of the table, folded": ("fp8", "0x3E3C3800u", "0x3E3C3C00u"),
+    "rows swapped": ("native", "__byte_perm(row ? high : low", "__byte_perm(row ? low : high"),
+    "scale of the first block": ("bf16", "row ? high : low, step >> 1)", "row ? high : low, 0)"),
+    "scale of the first block, folded": ("exact, few rows", "0x4440 | q", "0x4440"),
+    "token scale of the first block": ("native", "component(early[2 * j + i], q - 1)", "early[2 * j + i].x"),
+    "token scale of the first half": ("fp8", "half * WIDE + 8 * j", "8 * j"),
+    "token scale of the first 32": ("exact, prefill", "q * L::ROWS + half", "half"),
+    "lower parts left out": ("exact, wide", " + more[8 * j + 4 + i]", ""),
+    "smallest of four scales": ("fp8", "int top = max(max(", "int top = min(min("),
+    "no clamp of up": ("bf16", "up = up > limit ? limit : up < -limit ? -limit : up;", ""),
+    "weight of the first row": ("bf16", "__int_as_float(notes[n])", "__int_as_float(notes[0])"),
+    "maxima of one warp": ("bf16", "for (int w = 1; w < 4; ++w) amax", "for (int w = 1; w < 1; ++w) amax"),
+    "order of k": ("bf16", "4 * (feature & 2)", "2 * (feature & 2)"),
+    "row of the wrong token": ("bf16", "__ldg(order + position) / top_k", "__ldg(order + position) % top_k"),
     "released too early": (
-        "hopper::wgmma_wait<0>();\n      hopper::keep(part[(q - 1) & 1]);", "hopper::keep(part[(q - 1) & 1]);"
+        "native", "hopper::wgmma_wait<0>();\n      hopper::keep(part[(q - 1) & 1]);",
+        "hopper::keep(part[(q - 1) & 1]);",
     ),
 }  # fmt: skip
 
@@ -145,27 +182,17 @@ MISTAKES = {  # of the sources: what each becomes
 def test_planted_mistakes_are_seen(mistake, monkeypatch):
     torch.manual_seed(0)
     experts = make_experts(3, 256, 128)
-    x, ids, weights = case("ragged")
-    want = mxfp4_moe(x, ids, weights, experts, limit=1.0)
-    old, new = MISTAKES[mistake]
-    whole = device_source(HERE / "weights_gemm.cuh", SOURCE)
-    assert old in whole
-    shape = (1, 2, True) if mistake in NATIVE_ONLY else (2, 1, False)
+    name, old, new = MISTAKES[mistake]
+    # More rows an expert than one half of a tile has, where halves are looked at.
+    x, ids, weights = case("one expert" if SHAPES[name].m_blocks > 1 else "ragged")
+    want = mxfp4_moe(x, ids, weights, plain(experts, SHAPES[name]), limit=1.0)
+    assert old in device_source(HERE / "weights_gemm.cuh", SOURCE)
     monkeypatch.setattr(f"{__name__}.EDIT", (old, new))
     try:
-        got = emulate_moe(x, ids, weights, pack_experts(clone(experts)), 1.0, shape)
+        got = emulate_moe(x, ids, weights, pack_experts(clone(experts)), 1.0, SHAPES[name])
     except EmulationError:
         return
     assert not distance(got, want) < DOT_BF16
-
-
-NATIVE_ONLY = {
-    "signs of the other row",
-    "a value of the table",
-    "token scale of the first block",
-    "released too early",
-    "rows swapped",
-}
 
 
 def test_packing_keeps_every_value_and_scale():
@@ -184,6 +211,36 @@ def test_packing_keeps_every_value_and_scale():
         assert torch.equal(*pair)
 
 
+def far(experts, live):
+    """Scales over the whole window that folds, one of them outside: of a block of zeros, or of values."""
+    torch.manual_seed(3)
+    code = experts.w13_scale.view(torch.uint8)
+    code.random_(105, 132)
+    code[1, 7, 3] = 140
+    packed = experts.w13[1, 7].view(-1, 16)
+    packed[3] = packed[3].clamp(min=1) if live else 0x80
+    return experts
+
+
+def test_scales_that_do_not_fold_are_counted():
+    """One block too far from the others keeps the layer on the path that takes any scales."""
+    packed = pack_experts(far(make_experts(2, 256, 128), live=True), numerics="fp8")
+    assert (packed.layout, packed.unfolded) == ("hopper", 1)
+    packed = pack_experts(far(make_experts(2, 256, 128), live=False), numerics="fp8")
+    assert (packed.layout.split()[:3], packed.unfolded) == (["hopper", "fp8", "118"], 0)
+
+
+@needs_gpp
+@pytest.mark.parametrize("shape", ["exact, few rows", "fp8"])
+def test_a_block_of_zeros_has_no_scale(shape):
+    """The widest window of scales folds without loss, and the scale of zeros does not matter."""
+    experts = far(make_experts(3, 256, 128), live=False)
+    x, ids, weights = case("ragged")
+    want = mxfp4_moe(x, ids, weights, plain(experts, SHAPES[shape]), limit=1.0)
+    got = emulate_moe(x, ids, weights, pack_experts(clone(experts)), 1.0, SHAPES[shape])
+    assert distance(got, want) < DOT_BF16
+
+
 def test_pack_experts_refuses_before_it_writes():
     experts = make_experts(2, 256, 128)
     before = experts.w13.clone()
@@ -195,6 +252,8 @@ def test_pack_experts_refuses_before_it_writes():
         assert torch.equal(bad.w13, before)
     with pytest.raises(ValueError, match="hidden a multiple of 256"):
         pack_experts(make_experts(2, 128, 128))
+    with pytest.raises(ValueError, match="numerics: exact or fp8, got bf16"):
+        pack_experts(experts, numerics="bf16")
     with pytest.raises(ValueError, match="plain layout, got hopper"):
         pack_experts(pack_experts(experts))
     with pytest.raises(ValueError, match="experts: MXFP4Experts, got"):
@@ -218,19 +277,24 @@ def test_plain_experts_are_refused_on_an_accelerator():
 
 def test_scratch_is_a_function_of_sizes():
     assert mxfp4_moe_scratch(0, 6, 384, 5120, 2304) == 1792
-    each = 2 * 5120 + 6 * (2 * 5120 + 2 * 2304 + 4 * 72 + 4)
+    each = 2 * 5120 + 4 * 160 + 6 * (2 * 5120 + 2 * 2304 + 4 * 72 + 4)
     assert 0 <= mxfp4_moe_scratch(4096, 6, 48, 5120, 2304) - 4096 * each < 2048
 
 
 @needs_gpu
 @pytest.mark.parametrize("tokens", [0, 1, 7, 64, 300, 900])
 @pytest.mark.parametrize("name", ["ragged", "one expert", "none"])
-def test_moe_on_a_gpu(tokens, name):
+@pytest.mark.parametrize("numerics", ["exact", "fp8", "unfolded"])
+def test_moe_on_a_gpu(tokens, name, numerics):
     experts = make_experts(16, 256, 128, "cuda")
+    if numerics == "unfolded":
+        experts = far(experts, live=True)
     x, ids, weights = case(name, 16, tokens, device="cuda")
     with use("torch"):
-        want = mxfp4_moe(x, ids, weights, experts, limit=1.0)
-    packed = pack_experts(experts)
+        reference = dataclasses.replace(experts, layout="plain fp8" if numerics == "fp8" else "plain")
+        want = mxfp4_moe(x, ids, weights, reference, limit=1.0)
+    packed = pack_experts(experts, numerics="fp8" if numerics == "fp8" else "exact")
+    assert packed.unfolded == (numerics == "unfolded")
     got = mxfp4_moe(x, ids, weights, packed, limit=1.0)
     assert torch.equal(got, mxfp4_moe(x, ids, weights, packed, limit=1.0))
     assert distance(got, want) < DOT_BF16 if want.any() else not got.any()

@@ -39,8 +39,8 @@ def device_source(*files: Path, wgmma: dict[str, tuple[int, ...]] | None = None)
 
     Args:
         files: ``.cuh`` files, in order.
-        wgmma: operation ("bf16_rs", "bf16_ss", "bf16_ss_t", "e4m3_rs", "e4m3_ss") to the widths N it uses.
-            ``_t``: the second operand is MN-major.
+        wgmma: operation ("bf16_rs", "bf16_ss", "bf16_ss_t", "e4m3_rs", "e4m3_ss", "e5m2_rs", "e5m2e4m3_rs")
+            to the widths N it uses. ``_t``: the second operand is MN-major. Two types: of the operands.
     """
     parts = [(HERE / "hopper.cuh").read_text("utf-8")]
     parts += [wgmma_source(op, widths) for op, widths in (wgmma or {}).items()]
@@ -51,7 +51,8 @@ def device_source(*files: Path, wgmma: dict[str, tuple[int, ...]] | None = None)
 def wgmma_source(op: str, widths: tuple[int, ...]) -> str:
     """``hopper::wgmma_<op>(d, a, b, accumulate)`` for each width: one overload an accumulator size."""
     dtype, source, *transposed = op.split("_")
-    k, kind = (16, "bf16") if dtype == "bf16" else (32, "e4m3")
+    k = 16 if dtype == "bf16" else 32
+    kind = f"{dtype[:4]}.{dtype[-4:]}"
     flags = ", 1, 1" + (
         ""
         if dtype != "bf16"
@@ -74,7 +75,7 @@ def wgmma_source(op: str, widths: tuple[int, ...]) -> str:
             f"__device__ __forceinline__ void wgmma_{op}(float (&d)[{count}], {inputs}, uint64_t b,"
             f" int accumulate) {{\n"
             f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{after + 1}, 0;\\n"\n'
-            f'    "wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind} {{{d}}}, {a}, %{after},'
+            f'    "wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind} {{{d}}}, {a}, %{after},'
             f' p{flags};\\n}}\\n"\n'
             f'    : {outputs}\n    : {operands}, "l"(b), "r"(accumulate));\n}}'
         )

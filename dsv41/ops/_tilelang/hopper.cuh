@@ -79,6 +79,10 @@ __device__ __forceinline__ void copy_16(void* dst, const void* src, bool valid) 
                "r"(valid ? 16 : 0)
                : "memory");
 }
+// 4 bytes, asynchronously.
+__device__ __forceinline__ void copy_4(void* dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(dst)), "l"(src) : "memory");
+}
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void copy_wait() {
@@ -114,6 +118,13 @@ __device__ __forceinline__ void keep(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+// True in one lane of a converged warp. Of code behind it the compiler knows that one thread runs it: copies by the
+// copy engine are otherwise loops over the lanes that may be there.
+__device__ __forceinline__ bool elect() {
+  uint32_t chosen;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}\n" : "=r"(chosen));
+  return chosen;
+}
 // Transposes a warp's 8 x 8 matrix of 16-bit values: lane holds row lane / 4, columns 2 * (lane % 4) + {0, 1}.
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t v) {
   uint32_t out;
@@ -127,6 +138,15 @@ __device__ __forceinline__ uint32_t byte_select(uint32_t low, uint32_t high, uin
   uint32_t out;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selector));
   return out;
+}
+
+// D[16, 8] += A[16, 16] B[8, 16]^T of a warp in bf16: d[i] is row lane / 4 + 8 * (i / 2), column 2 * (lane % 4) + i % 2;
+// a[i] two elements of row lane / 4 + 8 * (i % 2) from k = 2 * (lane % 4) + 8 * (i / 2) on; b0 and b1 of B's row
+// lane / 4, likewise.
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Instructions go above this line, with a twin in tests/tools/cuda_emu/emu_hopper.h; plain C++ goes below.

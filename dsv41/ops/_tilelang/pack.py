@@ -1,13 +1,31 @@
 """Weights in the order in which ``weights_gemm.cuh`` reads them.
 
-A block of 64 features x 128 k is contiguous; in it, 128 threads each own the values that wgmma's A operand
-gives them: rows ``16 * warp + lane / 4`` and ``+ 8``.
+Blocks of 64 features x 128 k are contiguous, two of the same k together; in one, 128 threads each own the
+values that wgmma's A operand gives them: rows ``16 * warp + lane / 4`` and ``+ 8``.
 """
 
 import torch
 
 ROWS, BLOCK_K = 64, 128
 MIN_CODE, MAX_CODE = 1, 251  # scales that a bf16 exponent holds, with every product finite
+# E2M1 times 2^-13 to 2^13 is exact in E5M2's normal numbers: scales this far from a base fold into values.
+FOLD = 13
+
+
+def used_codes(packed: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
+    """[256] int64: how many blocks of [experts, rows, K/2] values, other than zeros, have each scale code."""
+    counts = torch.zeros(256, dtype=torch.int64, device=code.device)
+    for values, codes in zip(packed, code, strict=True):  # one expert at a time
+        live = (values & 0x77).view(*codes.shape, 16).amax(-1) > 0
+        counts += torch.bincount(codes[live].long(), minlength=256)
+    return counts
+
+
+def fold_base(counts: torch.Tensor) -> tuple[int, int]:
+    """The base whose neighbourhood of ``FOLD`` codes holds most blocks, and how many lie outside."""
+    inside = torch.nn.functional.pad(counts, (FOLD, FOLD)).unfold(0, 2 * FOLD + 1, 1).sum(-1).cpu()
+    best = (inside == inside.max()).nonzero().flatten()
+    return int(best[len(best) // 2]), int(counts.sum()) - int(inside.max())
 
 
 def mxfp4_values(packed: torch.Tensor) -> torch.Tensor:
@@ -26,14 +44,15 @@ def mxfp4_values(packed: torch.Tensor) -> torch.Tensor:
             words |= (x & 7) << (16 * half + 4 * i) | (x >> 3) << (8 * i + 7 - 4 * half)
     words = words.unflatten(-1, (2, 4)).permute(0, 1, 5, 2, 3, 4, 6)  # halves of the words apart
     low = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    low = low.unflatten(0, (-1, 2)).transpose(1, 2)
     return low.contiguous().view(torch.uint8).view(rows, half_k)
 
 
 def mxfp4_scales(code: torch.Tensor) -> torch.Tensor:
     """[rows, K/32] E8M0 codes in reading order."""
     rows, groups = code.shape
-    x = code.view(rows // ROWS, 4, 2, 8, groups // 4, 4)  # block, warp, row half, g, kb, group
-    return x.permute(0, 4, 1, 3, 2, 5).reshape(rows, groups)
+    x = code.view(rows // 128, 2, 4, 2, 8, groups // 4, 4)  # pair, block, warp, row half, g, kb, group
+    return x.permute(0, 5, 1, 2, 4, 3, 6).reshape(rows, groups)
 
 
 def gate_up_rows(x: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@
 // M_BLOCKS = 1, K_GROUPS = 2 (128 features, four groups that take turns at the blocks of k: enough warps to keep
 // the decoding ahead of the memory). In one shape a token's sum has the same order whatever tile it is in.
 //
-// Packed weights: [expert][block of 64 features][block of 128 k][bytes in the order the threads read them],
-// see dsv41/ops/_tilelang/pack.py. Scale codes likewise, as exponents of bf16.
+// Packed weights: [expert][block of 128 features][block of 128 k][block of 64 features][bytes in the order the
+// threads read them], see dsv41/ops/_tilelang/pack.py. Scale codes likewise, as exponents of bf16.
 #pragma once
 
 namespace gemm {
@@ -71,6 +71,28 @@ struct Mxfp4 {
       a[2 * i + 1] = hopper::byte_select(0x3C383000u, 0x4C484440u, magnitudes >> 16) | (w << 4 & 0x80808080u);
     }
   }
+  // The E5M2 fragment of the q-th 32 k: values times 2^(code - base), exact for codes up to 13 from the base. The
+  // exponents of the table are moved, not those of the values: 0 stays 0 whatever the code of its block.
+  __device__ __forceinline__ void decode_folded(int q, uint2 fold, uint32_t (&a)[4]) const {
+    // Opaque: otherwise the compiler masks each half by itself.
+    uint32_t magnitudes[2] = {static_cast<uint32_t>(hopper::opaque(words[2 * q] & 0x77777777u)),
+                              static_cast<uint32_t>(hopper::opaque(words[2 * q + 1] & 0x77777777u))};
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      uint32_t code = __byte_perm(row ? high : low, 0, 0x4440 | q);
+      uint32_t small = fold.x + code * 0x04040400u, large = fold.y + code * 0x04040404u;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t w = words[2 * q + i];
+        a[2 * i + row] = hopper::byte_select(small, large, magnitudes[i] >> 16 * row) |
+                         ((row ? w << 4 : w) & 0x80808080u);
+      }
+    }
+  }
+  // What decode_folded adds to: E2M1 magnitudes as E5M2, moved by the base.
+  static __device__ __forceinline__ uint2 folding(uint32_t base) {
+    return make_uint2(0x3E3C3800u - base * 0x04040400u, 0x46444240u - base * 0x04040404u);
+  }
   // The scale of a row for the q-th 32 k.
   __device__ __forceinline__ float scale(int row, int q) const {
     return __uint_as_float(__byte_perm(row ? high : low, 0, 0x4044 | q << 8) << 7);
@@ -106,55 +128,63 @@ struct Schedule {
   }
 };
 
-// How token rows come: bf16 in the order of k that the weights' fragments have, or E4M3 in the natural order with
-// a float scale each 32.
-struct Bf16 {
-  static constexpr int BYTES = 2, SCALES = 0;  // bytes of a value; of the scales of a row for 128 k
+// How token rows come. Bf16: in the order of k that the weights' fragments have. Native: E4M3 in the natural order
+// with a float scale each 32. The others are for folded weights. Fine: as Native. Coarse: a scale each 128. Split: a
+// scale each 128, but exact: sums of two E5M2 values, the 128 upper ones first, two columns of the product a token.
+template <int VALUE_BYTES, int SCALE_BYTES, int TOKEN_COLUMNS, bool FOLDED_WEIGHTS>
+struct TokensAs {
+  static constexpr int BYTES = VALUE_BYTES, SCALES = SCALE_BYTES;  // of a value; of the scales of a row for 128 k
+  static constexpr int COLUMNS = TOKEN_COLUMNS;
+  static constexpr bool FOLDED = FOLDED_WEIGHTS;
 };
-struct Native {
-  static constexpr int BYTES = 1, SCALES = 16;
-};
+using Bf16 = TokensAs<2, 0, 1, false>;
+using Native = TokensAs<1, 16, 1, false>;
+using Fine = TokensAs<1, 16, 1, true>;
+using Coarse = TokensAs<1, 4, 1, true>;
+using Split = TokensAs<2, 4, 2, true>;
 
 template <int K, int MAX_ROWS, int M_BLOCKS, int K_GROUPS, class Format, class Tokens>
 struct Layout {
   static constexpr int K_BLOCKS = K / BLOCK_K, BLOCKS = 2 * M_BLOCKS;  // BLOCKS: blocks of 64 features of a tile
   static constexpr int THREADS = 128 + 256 * K_GROUPS;
   // Registers of a producer and of a consumer thread: out of what the block got at its start, or it waits for ever.
-  static constexpr int PRODUCER = 56, CONSUMER = K_GROUPS == 1 ? 224 : 104;
+  static constexpr bool FOLDED = Tokens::FOLDED;
+  static constexpr int ROWS = MAX_ROWS;
+  static constexpr int PRODUCER = FOLDED && K_GROUPS == 1 ? 40 : 56;
+  static constexpr int CONSUMER = K_GROUPS > 1 ? 104 : FOLDED ? 232 : 224;
   static constexpr int PRODUCERS = 96;  // threads that copy token rows; the first warp copies weights
   static_assert(128 * PRODUCER + 256 * K_GROUPS * CONSUMER <= 65536 / THREADS / 8 * 8 * THREADS);
   static constexpr int VALUES = Format::WORDS * 512, SCALES = Format::SCALES;
   static constexpr int TOKENS = MAX_ROWS * BLOCK_K * Tokens::BYTES, TOKEN_SCALES = MAX_ROWS * Tokens::SCALES;
-  static constexpr int STAGE = TOKENS + BLOCKS * (VALUES + SCALES) + TOKEN_SCALES;
+  static constexpr int STAGE = (TOKENS + BLOCKS * (VALUES + SCALES) + TOKEN_SCALES + 1023) / 1024 * 1024;
   static constexpr int SUMS = K_GROUPS == 1 ? 0 : MAX_ROWS * 512 * M_BLOCKS;  // a group's sums for the other
-  // Schedule, table of rows, the epilogues' words and maxima, barriers.
-  static constexpr int REST = SUMS + 4096 + MAX_ROWS * 4 + 2 * MAX_ROWS * (4 + 8) + 256;
+  // Schedule, the epilogues' words and maxima, barriers.
+  static constexpr int REST = SUMS + 4096 + 2 * MAX_ROWS * (4 + 8) + 256;
   static constexpr int FIT = (232448 - REST) / STAGE;
   static constexpr int STAGES = FIT < 12 ? FIT : 12;
-  static constexpr int LAG = STAGES > 6 ? 4 : 2;  // stages of token rows in flight
+  static constexpr int LAG = STAGES / 2;  // stages of token rows in flight
   static constexpr int BYTES = STAGES * STAGE + REST;
   uint8_t* base;
-  __device__ __forceinline__ uint8_t* tokens(int stage) const { return base + stage * TOKENS; }
+  __device__ __forceinline__ uint8_t* tokens(int stage) const { return base + stage * STAGE; }
   __device__ __forceinline__ uint8_t* values(int stage, int block) const {
-    return base + STAGES * TOKENS + (stage * BLOCKS + block) * VALUES;
+    return base + stage * STAGE + TOKENS + block * VALUES;
   }
   __device__ __forceinline__ uint8_t* scales(int stage, int block) const {
-    return base + STAGES * (TOKENS + BLOCKS * VALUES) + (stage * BLOCKS + block) * SCALES;
+    return base + stage * STAGE + TOKENS + BLOCKS * VALUES + block * SCALES;
   }
   __device__ __forceinline__ float* token_scales(int stage) const {
-    return reinterpret_cast<float*>(base + STAGES * (STAGE - TOKEN_SCALES) + stage * TOKEN_SCALES);
+    return reinterpret_cast<float*>(base + stage * STAGE + TOKENS + BLOCKS * (VALUES + SCALES));
   }
   __device__ __forceinline__ uint8_t* rest() const { return base + STAGES * STAGE; }
   __device__ __forceinline__ float* sums(int group) const {
     return reinterpret_cast<float*>(rest() + group * (SUMS / 2));
   }
   __device__ __forceinline__ int* starts() const { return reinterpret_cast<int*>(rest() + SUMS); }  // 1,023 experts
-  __device__ __forceinline__ int* rows() const { return reinterpret_cast<int*>(rest() + SUMS + 4096); }
   __device__ __forceinline__ __nv_bfloat16* maxima(int group) const {
-    return reinterpret_cast<__nv_bfloat16*>(rest() + SUMS + 4096 + MAX_ROWS * 4 + group * MAX_ROWS * 8);
+    return reinterpret_cast<__nv_bfloat16*>(rest() + SUMS + 4096 + group * MAX_ROWS * 8);
   }
   __device__ __forceinline__ int* notes(int group) const {  // a word a token for the epilogue
-    return reinterpret_cast<int*>(rest() + SUMS + 4096 + MAX_ROWS * 20) + group * MAX_ROWS;
+    return reinterpret_cast<int*>(rest() + SUMS + 4096 + MAX_ROWS * 16) + group * MAX_ROWS;
   }
   __device__ __forceinline__ uint64_t* full(int stage) const {
     return reinterpret_cast<uint64_t*>(rest() + REST - 256) + stage;
@@ -162,7 +192,17 @@ struct Layout {
   __device__ __forceinline__ uint64_t* empty(int stage) const { return full(stage) + 12; }
 };
 
-// Block `position` (counted through all tiles) is in stage position % STAGES, in phase position / STAGES.
+// Where the block of k at `position` (counted through all tiles) lies.
+template <int STAGES>
+struct Ring {
+  int stage;
+  uint32_t phase;
+  __device__ __forceinline__ explicit Ring(int position) : stage(position % STAGES), phase(position / STAGES & 1) {}
+  __device__ __forceinline__ void advance(int blocks) {  // fewer than STAGES
+    stage += blocks;
+    if (stage >= STAGES) stage -= STAGES, phase ^= 1;
+  }
+};
 
 // Multiplies one tile of N tokens with this group's features, over this group's blocks of k.
 template <int N, int M_BLOCKS, int K_GROUPS, class L, class Format>
@@ -172,10 +212,12 @@ __device__ __forceinline__ void multiply_tile(const L& smem, int group, int k_gr
   Format weights[M_BLOCKS];
   uint32_t a[2][M_BLOCKS][4];
   int previous = -1;
+  Ring<L::STAGES> ring(position + k_group);
 #pragma unroll 1
-  for (int block = K_GROUPS == 1 ? 0 : k_group; block < L::K_BLOCKS; block += K_GROUPS) {
-    int stage = (position + block) % L::STAGES;
-    hopper::barrier_wait(smem.full(stage), (position + block) / L::STAGES & 1);
+  for (int block = k_group; block < L::K_BLOCKS; block += K_GROUPS) {
+    int stage = ring.stage;
+    hopper::barrier_wait(smem.full(stage), ring.phase);
+    ring.advance(K_GROUPS);
 #pragma unroll
     for (int m = 0; m < M_BLOCKS; ++m)
       weights[m].load(smem.values(stage, group * M_BLOCKS + m), smem.scales(stage, group * M_BLOCKS + m),
@@ -211,10 +253,12 @@ __device__ __forceinline__ void multiply_native(const L& smem, int group, int k_
   float part[2][N / 2] = {};
   uint32_t a[2][4];
   int column = 2 * (thread & 3);
+  Ring<L::STAGES> ring(position + k_group);
 #pragma unroll 1
-  for (int block = K_GROUPS == 1 ? 0 : k_group; block < L::K_BLOCKS; block += K_GROUPS) {
-    int stage = (position + block) % L::STAGES;
-    hopper::barrier_wait(smem.full(stage), (position + block) / L::STAGES & 1);
+  for (int block = k_group; block < L::K_BLOCKS; block += K_GROUPS) {
+    int stage = ring.stage;
+    hopper::barrier_wait(smem.full(stage), ring.phase);
+    ring.advance(K_GROUPS);
     weights.load(smem.values(stage, group), smem.scales(stage, group), thread);
     constexpr bool EARLY = N <= 16;  // read all the scales of the tokens at once
     const float4* scales = reinterpret_cast<const float4*>(smem.token_scales(stage)) + column;
@@ -253,15 +297,87 @@ __device__ __forceinline__ void multiply_native(const L& smem, int group, int k_
   }
 }
 
+// The same with folded weights: what has one scale of a token (128 k, or 32) adds up on the tensor cores, a chain of
+// products; then the scale is applied in f32, while the next chain runs where registers suffice for two.
+template <int N, int M_BLOCKS, int K_GROUPS, class L, class Format, class Tokens>
+__device__ __forceinline__ void multiply_folded(const L& smem, uint2 fold, int group, int k_group, int thread,
+                                                int position, float (&acc)[M_BLOCKS][N / 2]) {
+  constexpr int COLUMNS = Tokens::COLUMNS, HALVES = N * COLUMNS > 64 && N % 16 == 0 ? 2 : 1, WIDE = N / HALVES;
+  constexpr int SCALES = Tokens::SCALES / 4, LENGTH = 4 / SCALES;          // of a block; products of a chain
+  constexpr int EACH = HALVES * SCALES, CHAINS = M_BLOCKS * EACH;          // chains of 64 features, of all
+  constexpr int PARTS = CHAINS > 1 && M_BLOCKS * N / 2 + WIDE * COLUMNS <= 192 ? 2 : 1;
+  float part[PARTS][WIDE * COLUMNS / 2] = {};
+  uint32_t a[4][4];
+  Ring<L::STAGES> ring(position + k_group);
+#pragma unroll 1
+  for (int block = k_group; block < L::K_BLOCKS; block += K_GROUPS) {
+    int stage = ring.stage;
+    hopper::barrier_wait(smem.full(stage), ring.phase);
+    ring.advance(K_GROUPS);
+    uint64_t tokens = hopper::tile_descriptor(hopper::smem_address(smem.tokens(stage)));
+    const float* scales = smem.token_scales(stage) + 2 * (thread & 3);
+    auto add = [&](int chain) {
+      int half = chain % HALVES, q = chain / HALVES % SCALES;
+      hopper::keep(part[chain % PARTS]);
+      const float* more = part[chain % PARTS];
+      float* sum = acc[chain / EACH] + half * (WIDE / 2);
+#pragma unroll
+      for (int j = 0; j < WIDE / 8; ++j) {
+        float2 scale = *reinterpret_cast<const float2*>(scales + q * L::ROWS + half * WIDE + 8 * j);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float value = COLUMNS == 1 ? more[4 * j + i] : more[8 * j + i] + more[8 * j + 4 + i];
+          sum[4 * j + i] += value * (i & 1 ? scale.y : scale.x);
+        }
+      }
+    };
+#pragma unroll
+    for (int chain = 0; chain < CHAINS; ++chain) {
+      int half = chain % HALVES, q = chain / HALVES % SCALES;
+      if (chain % EACH == 0) {
+        Format weights;
+        int m = group * M_BLOCKS + chain / EACH;
+        weights.load(smem.values(stage, m), smem.scales(stage, m), thread);
+        if (chain > 0) hopper::wgmma_wait<0>();  // the fragments are free
+#pragma unroll
+        for (int i = 0; i < 4; ++i) weights.decode_folded(i, fold, a[i]);
+      }
+      if (PARTS == 1 && chain > 0) {
+        hopper::wgmma_wait<0>();
+        add(chain - 1);
+      }
+      hopper::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < LENGTH; ++i) {
+        uint64_t b = tokens + half * (WIDE * COLUMNS * 8) + 2 * (q + i);
+        if constexpr (COLUMNS == 1)
+          hopper::wgmma_e5m2e4m3_rs(part[chain % PARTS], a[q + i], b, i > 0);
+        else
+          hopper::wgmma_e5m2_rs(part[chain % PARTS], a[q + i], b, i > 0);
+      }
+      hopper::wgmma_commit();
+      if (PARTS == 2 && chain > 0) {  // while this chain runs
+        hopper::wgmma_wait<1>();
+        add(chain - 1);
+      }
+    }
+    hopper::wgmma_wait<0>();
+    add(CHAINS - 1);
+    if ((thread & 31) == 0) hopper::barrier_arrive(smem.empty(stage));
+  }
+}
+
 template <int N, int M_BLOCKS, int K_GROUPS, class L, class Format, class Tokens, class Epilogue>
-__device__ __forceinline__ void finish_tile(const L& smem, int group, int k_group, int thread, int position,
-                                            const Tile& tile, const Epilogue& epilogue) {
+__device__ __forceinline__ void finish_tile(const L& smem, uint2 fold, int group, int k_group, int thread,
+                                            int position, const Tile& tile, const Epilogue& epilogue) {
   thread = hopper::opaque(thread);
   float acc[M_BLOCKS][N / 2] = {};  // written before the first product: otherwise ptxas keeps it live for ever
   // Loads of the epilogue's words hide behind the products.
   if (k_group == 0)
     for (int n = thread; n < tile.rows; n += 128) smem.notes(group)[n] = epilogue.note(tile.row + n);
-  if constexpr (Tokens::SCALES > 0)
+  if constexpr (L::FOLDED)
+    multiply_folded<N, M_BLOCKS, K_GROUPS, L, Format, Tokens>(smem, fold, group, k_group, thread, position, acc);
+  else if constexpr (Tokens::SCALES > 0)
     multiply_native<N, K_GROUPS, L, Format>(smem, group, k_group, thread, position, acc[0]);
   else
     multiply_tile<N, M_BLOCKS, K_GROUPS, L, Format>(smem, group, k_group, thread, position, acc);
@@ -291,15 +407,17 @@ __device__ __forceinline__ uint32_t pair_bf16(float low, float high) {
   return bits(__floats2bfloat162_rn(low, high));
 }
 
-// The whole kernel. `rows` gives the row of `x` (and of its scales [rows, K / 32] where it has some) of a position.
-// `features`: of one expert.
+// The whole kernel. `rows` gives the row of `x` (and of its scales, one a 32 or 128 k, where it has some) of a
+// position. `features`: of one expert; `base`: the code of scale that folded weights are relative to.
 template <int K, int MAX_ROWS, int M_BLOCKS, int K_GROUPS, class Format, class Tokens, class Rows, class Epilogue>
 __device__ __forceinline__ void run(const uint8_t* values, const uint8_t* scales, const void* x, const float* x_scale,
-                                    const int* begins, int experts, int features, uint8_t* shared, const Rows& rows,
-                                    const Epilogue& epilogue) {
+                                    const int* begins, int experts, int features, int base, uint8_t* shared,
+                                    const Rows& rows, const Epilogue& epilogue) {
   using L = Layout<K, MAX_ROWS, M_BLOCKS, K_GROUPS, Format, Tokens>;
   L smem{shared};
-  int thread = threadIdx.x & 127, role = threadIdx.x >> 7, blocks = features / (64 * L::BLOCKS);
+  // From lane 0, so that the compiler knows it to be the same in a warp.
+  int role = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  int blocks = features / (64 * L::BLOCKS);
   int* starts = smem.starts();
   if (threadIdx.x == 0) {
     for (int i = 0; i < L::STAGES; ++i) {
@@ -330,71 +448,104 @@ __device__ __forceinline__ void run(const uint8_t* values, const uint8_t* scales
   if (role == 0) {
     hopper::registers_shrink<L::PRODUCER>();
     if (thread < 32) {
-      if (thread > 0) return;
+      if (!hopper::elect()) return;
+      Ring<L::STAGES> ring(0);
       for (int work = blockIdx.x; work < schedule.total; work += gridDim.x) {
         Tile tile = schedule(work);
         int64_t at = (static_cast<int64_t>(tile.expert) * blocks + tile.block) * L::BLOCKS * L::K_BLOCKS;
         const uint8_t *value = values + at * L::VALUES, *scale = scales + at * L::SCALES;
-        for (int k = 0; k < L::K_BLOCKS; ++k, ++position, value += L::VALUES, scale += L::SCALES) {
-          int stage = position % L::STAGES;
-          uint64_t* full = smem.full(stage);
-          hopper::barrier_wait(smem.empty(stage), position / L::STAGES & 1 ^ 1);
+        for (int k = 0; k < L::K_BLOCKS; ++k, value += 2 * L::VALUES, scale += 2 * L::SCALES) {
+          uint64_t* full = smem.full(ring.stage);
+          hopper::barrier_wait(smem.empty(ring.stage), ring.phase ^ 1);
           hopper::barrier_expect(full, L::BLOCKS * (L::VALUES + L::SCALES));
 #pragma unroll
-          for (int b = 0; b < L::BLOCKS; ++b) {
-            hopper::bulk_copy(smem.values(stage, b), value + b * (L::K_BLOCKS * L::VALUES), L::VALUES, full);
-            hopper::bulk_copy(smem.scales(stage, b), scale + b * (L::K_BLOCKS * L::SCALES), L::SCALES, full);
+          for (int b = 0; b < L::BLOCKS; b += 2) {  // two blocks of 64 features lie together
+            hopper::bulk_copy(smem.values(ring.stage, b), value + b * (L::K_BLOCKS * L::VALUES), 2 * L::VALUES, full);
+            hopper::bulk_copy(smem.scales(ring.stage, b), scale + b * (L::K_BLOCKS * L::SCALES), 2 * L::SCALES, full);
           }
+          ring.advance(1);
         }
       }
       return;
     }
+    // A thread copies one 16-byte piece of every STRIDE-th row.
     thread -= 32;
-    int* table = smem.rows();
-    constexpr int PIECES = 8 * Tokens::BYTES;  // of 16 bytes in a row for 128 k
-    int piece = thread % PIECES, first = thread / PIECES;
+    constexpr int PIECES = 8 * Tokens::BYTES, STRIDE = L::PRODUCERS / PIECES, COUNT = (MAX_ROWS + STRIDE - 1) / STRIDE;
+    constexpr int PERIOD = STRIDE % 8 == 4 ? 2 : 4;  // after which rows are swizzled alike
+    static_assert(PERIOD * STRIDE % 8 == 0);
+    // Scales a row that are copied one by one, and those of a thread.
+    constexpr int SINGLE = L::FOLDED ? Tokens::SCALES / 4 : 1;
+    constexpr int SCALE_COUNT = Tokens::SCALES ? (MAX_ROWS * SINGLE + L::PRODUCERS - 1) / L::PRODUCERS : 0;
+    int piece = thread % PIECES, first = thread / PIECES, to[PERIOD];
+#pragma unroll
+    for (int i = 0; i < PERIOD; ++i) {
+      int row = first + i * STRIDE;
+      // The second half of the pieces: k from 64 on; or lower parts of split values, eight rows after their upper ones.
+      to[i] = Tokens::COLUMNS == 2 ? hopper::swizzle_128(row + (row & ~7) + (piece & 8), piece & 7)
+                                   : hopper::swizzle_128(row, piece & 7) + (piece >> 3) * (L::TOKENS / 2);
+    }
+    Ring<L::STAGES> ring(0), landed(0);
+    int issued = 0;
     for (int work = blockIdx.x; work < schedule.total; work += gridDim.x) {
       Tile tile = schedule(work);
-      int padded = (tile.rows + 7) & ~7;
-      hopper::named_barrier(1, L::PRODUCERS);  // everybody is done with the previous table
+      int padded = (tile.rows + 7) & ~7, from[COUNT], scale_from[SCALE_COUNT + 1];
       // Columns past the tile's rows are never read: they repeat its first row.
-      for (int i = thread; i < padded; i += L::PRODUCERS) table[i] = rows(tile.row + (i < tile.rows ? i : 0));
-      hopper::named_barrier(1, L::PRODUCERS);
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        int row = first + i * STRIDE;
+        from[i] = row < padded ? rows(tile.row + (row < tile.rows ? row : 0)) : -1;
+      }
+#pragma unroll
+      for (int i = 0; i < SCALE_COUNT; ++i) {
+        int row = (thread + i * L::PRODUCERS) / SINGLE;
+        scale_from[i] = row < padded ? rows(tile.row + (row < tile.rows ? row : 0)) : -1;
+      }
       const uint8_t* source = static_cast<const uint8_t*>(x) + piece * 16;
-      const float* scale = x_scale;
-      for (int k = 0; k < L::K_BLOCKS; ++k, ++position, source += PIECES * 16, scale += 4) {
-        int stage = position % L::STAGES;
-        hopper::barrier_wait(smem.empty(stage), position / L::STAGES & 1 ^ 1);
-        uint8_t* tokens = smem.tokens(stage) + (piece >> 3) * (L::TOKENS / 2);
-#pragma unroll 8
-        for (int row = first; row < padded; row += L::PRODUCERS / PIECES)
-          hopper::copy_16(tokens + hopper::swizzle_128(row, piece & 7),
-                          source + static_cast<int64_t>(table[row]) * (Tokens::BYTES * K), true);
-        if (Tokens::SCALES > 0)
-          for (int row = thread; row < padded; row += L::PRODUCERS)
-            hopper::copy_16(smem.token_scales(stage) + row * 4, scale + static_cast<int64_t>(table[row]) * (K / 32),
-                            true);
+      const float* scale = x_scale + thread % SINGLE;
+      for (int k = 0; k < L::K_BLOCKS; ++k, ++issued, source += PIECES * 16, scale += Tokens::SCALES / 4) {
+        hopper::barrier_wait(smem.empty(ring.stage), ring.phase ^ 1);
+        uint8_t* tokens = smem.tokens(ring.stage);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+          if (from[i] >= 0)
+            hopper::copy_16(tokens + to[i % PERIOD] + i / PERIOD * (PERIOD * STRIDE * 128 * Tokens::COLUMNS),
+                            source + static_cast<int64_t>(from[i]) * (Tokens::BYTES * K), true);
+#pragma unroll
+        for (int i = 0; i < SCALE_COUNT; ++i) {
+          if (scale_from[i] < 0) continue;
+          int row = (thread + i * L::PRODUCERS) / SINGLE;
+          const float* one = scale + static_cast<int64_t>(scale_from[i]) * (K * Tokens::SCALES / 512);
+          if (L::FOLDED)  // [scale of the block][row], so that neighbours are read at once
+            hopper::copy_4(smem.token_scales(ring.stage) + thread % SINGLE * MAX_ROWS + row, one);
+          else
+            hopper::copy_16(smem.token_scales(ring.stage) + row * 4, one, true);
+        }
         hopper::copy_commit();
-        if (position >= L::LAG) {  // announced once it has landed, by the threads that copied it
+        ring.advance(1);
+        if (issued >= L::LAG) {  // announced once it has landed, by the threads that copied it
           hopper::copy_wait<L::LAG>();
           hopper::fence_async();
-          hopper::barrier_arrive(smem.full((position - L::LAG) % L::STAGES));
+          hopper::barrier_arrive(smem.full(landed.stage));
+          landed.advance(1);
         }
       }
     }
     hopper::copy_wait<0>();
     hopper::fence_async();
-    for (int late = max(0, position - L::LAG); late < position; ++late)
-      hopper::barrier_arrive(smem.full(late % L::STAGES));
+    for (int late = min(issued, L::LAG); late > 0; --late) {
+      hopper::barrier_arrive(smem.full(landed.stage));
+      landed.advance(1);
+    }
   } else {
     hopper::registers_grow<L::CONSUMER>();
     int group = (role - 1) & 1, k_group = (role - 1) >> 1;
+    uint2 fold = Format::folding(base);
     for (int work = blockIdx.x; work < schedule.total; work += gridDim.x, position += L::K_BLOCKS) {
       Tile tile = schedule(work);
 #define DSV41_WIDTH(N)                                                                                       \
   if (N <= MAX_ROWS && tile.rows <= N) {                                                                     \
     finish_tile<(N <= MAX_ROWS ? N : 8), M_BLOCKS, K_GROUPS, L, Format, Tokens>(                            \
-        smem, group, k_group, thread, position, tile, epilogue);                                            \
+        smem, fold, group, k_group, thread, position, tile, epilogue);                                      \
     continue;                                                                                                \
   }
       DSV41_WIDTHS(DSV41_WIDTH)

@@ -1,6 +1,7 @@
 """Mixture of experts with MXFP4 weights."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from ..quant.api import mxfp8_operand
 
 def _hopper(x: Any, x_scale: Any, ids: Any, weights: Any, w13: Any, *rest: Any) -> str | None:
     layout, inter, hidden = rest[3], w13.shape[1] // 2, x.shape[1]
-    if layout != "hopper":
+    if not layout.startswith("hopper"):
         return f"takes experts packed by pack_experts, got the {layout} layout"
-    if hidden % 256 or inter % 128:
-        return f"hidden must be a multiple of 256, inter of 128, got {hidden} and {inter}"
+    if hidden % 256 or inter % 128 or inter > hidden:
+        return f"hidden must be a multiple of 256, inter of 128 and no larger, got {hidden} and {inter}"
     given = [t for t in (x, x_scale, ids, weights, w13, *rest) if isinstance(t, torch.Tensor)]
     return None if all(t.is_contiguous() for t in given) else "takes contiguous tensors"
 
@@ -52,15 +53,16 @@ _MOE = Op(
 
 
 def scratch_parts(tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> Parts:
-    """The scratch of a call: first position of each expert, assignment of each position, the rows (bf16, or
-    only their scales), the inner activations (bf16, or E4M3 in the first half) and their scales, and one
-    output row an assignment.
+    """The scratch of a call: first position of each expert, assignment of each position, the rows as the
+    product wants them (two bytes a value at most) and their scales, the inner activations and their scales,
+    and one output row an assignment.
     """
     rows = tokens * top_k
     return [
         (torch.int32, (experts + 1,)),
         (torch.int32, (rows,)),
         (torch.bfloat16, (tokens, hidden)),
+        (torch.float32, (tokens, hidden // 32)),
         (torch.bfloat16, (rows, inter)),
         (torch.float32, (rows, inter // 32)),
         (torch.bfloat16, (rows, hidden)),
@@ -75,21 +77,39 @@ def mxfp4_moe_scratch(num_tokens: int, top_k: int, num_experts: int, hidden: int
     return parts_bytes(scratch_parts(num_tokens, top_k, num_experts, hidden, inter))
 
 
-def pack_experts(experts: MXFP4Experts) -> MXFP4Experts:
+def read_layout(layout: str) -> tuple[str, tuple[int, int]]:
+    """What a "hopper" layout says: numerics, or "plain" for weights that do not fold, and the middle code of
+    the scales of w13 and of w2.
+    """
+    if layout == "hopper":
+        return "plain", (127, 127)
+    _, numerics, first, second = layout.split()
+    return numerics, (int(first), int(second))
+
+
+def pack_experts(
+    experts: MXFP4Experts, *, numerics: str = "exact", add_up: Callable[[torch.Tensor], None] | None = None
+) -> MXFP4Experts:
     """Put the weights of a layer into the order in which the Hopper kernel reads them, in place.
 
     Args:
         experts: MXFP4Experts view in the plain layout, hidden a multiple of 256, inter of 128, scale codes
             1 to 251.
+        numerics: "exact", or "fp8": activations have one scale a 128 values, the largest of the four.
+        add_up: adds counts [256] int64 up over the ranks that share the layer, in place: experts can then
+            move between them, because all of them choose the same layout. None is one rank.
 
     Returns:
-        MXFP4Experts view with layout "hopper" over the same memory; the given view is no longer valid.
+        MXFP4Experts view with a "hopper" layout over the same memory; the given view is no longer valid. Its
+        ``unfolded`` counts 1 x 32 blocks whose scale is too far from the layer's others to become part of FP8
+        values (more than a factor of 2^26); with any, the layer takes the exact, slower path.
 
     Errors: ValueError before anything is written. One expert at a time: less than 1 GB above the layer.
-    Contract: every value and scale is kept; the products are those of the plain layout.
+    Contract: every value and scale is kept; with "exact" the products are those of the plain layout.
     """
     name = "pack_experts"
     check(isinstance(experts, MXFP4Experts), name, "experts: MXFP4Experts", experts)
+    check(numerics in ("exact", "fp8"), name, "numerics: exact or fp8", numerics)
     check(experts.layout == "plain", name, "experts in the plain layout", experts.layout)
     good = experts.hidden % 256 == 0 and experts.inter % 128 == 0
     check(good, name, "hidden a multiple of 256, inter of 128", (experts.hidden, experts.inter))
@@ -103,12 +123,18 @@ def pack_experts(experts: MXFP4Experts) -> MXFP4Experts:
         check(
             tensor.is_contiguous(), name, "contiguous weights and scales", f"strides {tuple(tensor.stride())}"
         )
+    used = [pack.used_codes(values, scale) for values, scale in ((w13, w13_scale), (w2, w2_scale))]
+    for counts in used:
+        if add_up is not None:
+            add_up(counts)
+    bases, unfolded = zip(*(pack.fold_base(counts) for counts in used), strict=True)
     for e in range(experts.num_experts):
         w13[e].copy_(pack.mxfp4_values(pack.gate_up_rows(w13[e])))
         w13_scale[e].copy_(pack.mxfp4_scales(pack.gate_up_rows(w13_scale[e])))
         w2[e].copy_(pack.mxfp4_values(w2[e]))
         w2_scale[e].copy_(pack.mxfp4_scales(w2_scale[e]))
-    return dataclasses.replace(experts, layout="hopper")
+    layout = "hopper" if sum(unfolded) else f"hopper {numerics} {bases[0]} {bases[1]}"
+    return dataclasses.replace(experts, layout=layout, unfolded=sum(unfolded))
 
 
 def mxfp4_moe(

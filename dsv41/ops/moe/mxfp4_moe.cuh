@@ -12,6 +12,7 @@ __device__ __forceinline__ void group(const int* ids, int assignments, int exper
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, e = blockIdx.x;
   int each = ((assignments + WARPS - 1) / WARPS + 31) & ~31, first = warp * each;
   int last = min(first + each, assignments), below = 0, equal = 0;
+#pragma unroll 8
   for (int i = first; i < last; i += 32) {
     int id = i + lane < last ? __ldg(ids + i + lane) : -1;
     below += __popc(__ballot_sync(0xFFFFFFFFu, id >= 0 && id < e));
@@ -30,6 +31,7 @@ __device__ __forceinline__ void group(const int* ids, int assignments, int exper
     if (e == experts - 1) begins[experts] = begin + count;
   }
   position += begin;
+#pragma unroll 8
   for (int i = first; i < last; i += 32) {
     int id = i + lane < last ? __ldg(ids + i + lane) : -1;
     unsigned mine = __ballot_sync(0xFFFFFFFFu, id == e);
@@ -38,10 +40,14 @@ __device__ __forceinline__ void group(const int* ids, int assignments, int exper
   }
 }
 
+__device__ __forceinline__ float power(uint32_t code) {  // 2^(code - 127)
+  return __uint_as_float(code == 0 ? 0x00400000u : code == 255 ? 0x7FC00000u : code << 23);
+}
+
 // Sixteen E4M3 values times 2^(code - 127) as bf16, in the order of k of the weights' fragments: 4c + {0, 1} for
 // c = 0..3, then 4c + {2, 3}.
 __device__ __forceinline__ void expand(uint4 v, uint32_t code, uint4* out) {
-  float scale = __uint_as_float(code == 0 ? 0x00400000u : code == 255 ? 0x7FC00000u : code << 23);
+  float scale = power(code);
   uint32_t words[4] = {v.x, v.y, v.z, v.w}, pairs[2][4];
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
@@ -61,27 +67,76 @@ __device__ __forceinline__ void expand(uint4 v, uint32_t code, uint4* out) {
     out[half] = make_uint4(pairs[half][0], pairs[half][1], pairs[half][2], pairs[half][3]);
 }
 
-// `rows`: the rows in bf16, or (NATIVE) their scales as floats [tokens, HIDDEN / 32].
-template <int HIDDEN, bool NATIVE>
+// Sixteen values of an MXFP8 row for folded products: relative to the largest of the four scales of their 128, as
+// E4M3 (values below its normal numbers are rounded) or as sums of two E5M2. `i` counts sixteens; the scale of a 128
+// is multiplied by `unit`.
+template <class Tokens>
+__device__ __forceinline__ void fold_16(const uint8_t* values, const uint8_t* codes, int64_t i, float unit, void* out,
+                                        float* out_scale) {
+  constexpr bool SPLIT = Tokens::COLUMNS == 2;
+  uint32_t four = __ldg(reinterpret_cast<const uint32_t*>(codes) + (i >> 3));
+  int top = max(max(four & 0xFF, four >> 8 & 0xFF), max(four >> 16 & 0xFF, four >> 24));
+  int shift = static_cast<int>(four >> 8 * (i >> 1 & 3) & 0xFF) - top + (SPLIT ? 7 : 0);  // 448 * 2^7 is E5M2's largest
+  float scale = __uint_as_float(static_cast<uint32_t>(max(127 + shift, 0)) << 23);
+  uint4 v = __ldg(reinterpret_cast<const uint4*>(values) + i);
+  uint32_t words[4] = {v.x, v.y, v.z, v.w}, upper[4] = {}, lower[4] = {};
+  if (!SPLIT && shift == 0) {
+    upper[0] = v.x, upper[1] = v.y, upper[2] = v.z, upper[3] = v.w;
+  } else {
+#pragma unroll
+    for (int e = 0; e < 16; e += 2) {
+      __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(words[e / 4] >> 8 * (e & 2) & 0xFFFF, __NV_E4M3);
+      __half2 half;
+      memcpy(&half, &raw, 4);
+      float2 f = __half22float2(half), low;
+      f.x *= scale, f.y *= scale;
+      if (SPLIT) {  // E5M2 has two bits of the mantissa's three
+        float2 high = make_float2(__uint_as_float(__float_as_uint(f.x) & 0xFFE00000u),
+                                  __uint_as_float(__float_as_uint(f.y) & 0xFFE00000u));
+        low = make_float2(f.x - high.x, f.y - high.y), f = high;
+        lower[e / 4] |= __nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, __NV_E5M2) << 8 * (e & 2);
+      }
+      upper[e / 4] |= __nv_cvt_float2_to_fp8x2(f, __NV_SATFINITE, SPLIT ? __NV_E5M2 : __NV_E4M3) << 8 * (e & 2);
+    }
+  }
+  uint4* to = static_cast<uint4*>(out);
+  int64_t at = SPLIT ? (i >> 3) * 16 + (i & 7) : i;
+  to[at] = make_uint4(upper[0], upper[1], upper[2], upper[3]);
+  if (SPLIT) to[at + 8] = make_uint4(lower[0], lower[1], lower[2], lower[3]);
+  if ((i & 7) == 0) out_scale[i >> 3] = power(top) * (SPLIT ? unit * 0.0078125f : unit);
+}
+
+// `rows`, `row_scales`: the rows as the products want them. Native and fine ones take the given values, with their
+// scales as floats [tokens, HIDDEN / 32]; the others have scales [tokens, HIDDEN / 128]. `unit` multiplies the scales.
+template <int HIDDEN, class Tokens>
 __device__ __forceinline__ void prepare(const int* ids, const uint8_t* x, const uint8_t* x_scale, int tokens,
-                                        int top_k, int experts, int* begins, int* order, void* rows,
-                                        uint8_t* shared) {
+                                        int top_k, int experts, float unit, int* begins, int* order, void* rows,
+                                        float* row_scales, uint8_t* shared) {
   if (blockIdx.x < experts) {
     group(ids, tokens * top_k, experts, begins, order, reinterpret_cast<int*>(shared));
     return;
   }
+  constexpr bool NATIVE = Tokens::SCALES == 16;  // or Fine
   int64_t pieces = static_cast<int64_t>(tokens) * (HIDDEN / (NATIVE ? 32 : 16));
   int64_t stride = static_cast<int64_t>(gridDim.x - experts) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x - experts) * blockDim.x + threadIdx.x; i < pieces; i += stride) {
-    if (NATIVE) {
-      uint32_t code = __ldg(x_scale + i);
-      static_cast<float*>(rows)[i] =
-          __uint_as_float(code == 0 ? 0x00400000u : code == 255 ? 0x7FC00000u : code << 23);
-    } else {
+    if constexpr (NATIVE)
+      row_scales[i] = power(__ldg(x_scale + i)) * unit;
+    else if constexpr (Tokens::SCALES == 4)
+      fold_16<Tokens>(x, x_scale, i, unit, rows, row_scales);
+    else
       expand(__ldg(reinterpret_cast<const uint4*>(x) + i), __ldg(x_scale + (i >> 1)),
              static_cast<uint4*>(rows) + 2 * i);
-    }
   }
+}
+
+// The inner activations, MXFP8 rows of INTER values, for the folded second product. Rows past the last position are
+// moved too, and never read.
+template <int INTER, class Tokens>
+__device__ __forceinline__ void fold_inner(const uint8_t* values, const uint8_t* codes, int rows, float unit, void* out,
+                                           float* out_scale) {
+  int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < static_cast<int64_t>(rows) * (INTER / 16)) fold_16<Tokens>(values, codes, i, unit, out, out_scale);
 }
 
 // The code of the smallest power of two >= amax / 448.
@@ -104,13 +159,14 @@ __device__ __forceinline__ float2 rounded(float low, float high) {
 
 // End of the first product: rows g and g + 8 of a warp's 16 are gate and up of one feature, a warp group holds
 // the 32 features of one scale.
-template <int INTER, bool NATIVE>
+template <int INTER, class Tokens>
 struct GateUp {
+  static constexpr bool E4M3 = Tokens::SCALES > 0;
   const int* order;
   const float* weights;  // [assignments]
-  float limit;
-  void* out;       // [positions, INTER]: what MXFP8 carries, in bf16 and the order of k of the weights; or E4M3
-  float* scales;   // [positions, INTER / 32], for E4M3
+  float limit, unit;
+  void* out;     // [positions, INTER]: what MXFP8 carries, in bf16 and the order of k of the weights; or E4M3
+  void* scales;  // [positions, INTER / 32], for E4M3: floats times `unit`, or codes where rows are prepared after this
 
   __device__ __forceinline__ int note(int position) const {
     return __float_as_int(__ldg(weights + __ldg(order + position)));
@@ -146,12 +202,17 @@ struct GateUp {
       float2 v = make_float2(__uint_as_float(y[j] << 16) * __int_as_float((254 - low) << 23),
                              __uint_as_float(y[j] & 0xFFFF0000u) * __int_as_float((254 - high) << 23));
       uint32_t q = __nv_cvt_float2_to_fp8x2(v, __NV_SATFINITE, __NV_E4M3), pair;
-      if (NATIVE) {
+      if (E4M3) {
         pair = (q & 0xFF) | (q & 0xFF00) << 8;
-        if (thread < 4) {
-          float* to = scales + static_cast<int64_t>(tile.row + n) * (INTER / 32) + block;
-          if (n < tile.rows) to[0] = scale.x;
-          if (n + 1 < tile.rows) to[INTER / 32] = scale.y;
+        int64_t at = static_cast<int64_t>(tile.row + n) * (INTER / 32) + block;
+        if (thread < 4 && Tokens::SCALES == 16) {
+          float* to = static_cast<float*>(scales) + at;
+          if (n < tile.rows) to[0] = scale.x * unit;
+          if (n + 1 < tile.rows) to[INTER / 32] = scale.y * unit;
+        } else if (thread < 4) {
+          uint8_t* to = static_cast<uint8_t*>(scales) + at;
+          if (n < tile.rows) to[0] = static_cast<uint8_t>(low);
+          if (n + 1 < tile.rows) to[INTER / 32] = static_cast<uint8_t>(high);
         }
       } else {
         __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(q), __NV_E4M3);
@@ -165,7 +226,7 @@ struct GateUp {
       int feature = warp * 8 + column;  // of the block's 32
       if (n >= tile.rows) continue;
       int64_t row = static_cast<int64_t>(tile.row + n) * INTER + block * 32;
-      if (NATIVE) {
+      if (E4M3) {
         *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(out) + row + feature) =
             static_cast<uint16_t>(pair | pair >> 8);
       } else {  // 4c + 2h goes to 8h + 2c
@@ -212,21 +273,23 @@ struct Same {
   __device__ __forceinline__ int operator()(int position) const { return position; }
 };
 
-// `x_scale` and `out_scale` are for NATIVE operands, whose values are E4M3; otherwise they are bf16.
+// `x_scale` and `out_scale`: of E4M3 values; bf16 ones have none. `base`: see gemm::run.
 template <int HIDDEN, int INTER, int MAX_ROWS, int M_BLOCKS, int K_GROUPS, class Tokens>
 __device__ __forceinline__ void gate_up(const uint8_t* w, const uint8_t* w_scale, const void* x, const float* x_scale,
                                         const int* begins, const int* order, const float* weights, int experts,
-                                        int top_k, float limit, void* out, float* out_scale, uint8_t* shared) {
+                                        int top_k, int base, float limit, float unit, void* out, void* out_scale,
+                                        uint8_t* shared) {
   gemm::run<HIDDEN, MAX_ROWS, M_BLOCKS, K_GROUPS, gemm::Mxfp4, Tokens>(
-      w, w_scale, x, x_scale, begins, experts, 2 * INTER, shared, TokenOf{order, top_k},
-      GateUp<INTER, (Tokens::SCALES > 0)>{order, weights, limit, out, out_scale});
+      w, w_scale, x, x_scale, begins, experts, 2 * INTER, base, shared, TokenOf{order, top_k},
+      GateUp<INTER, Tokens>{order, weights, limit, unit, out, out_scale});
 }
 
 template <int HIDDEN, int INTER, int MAX_ROWS, int M_BLOCKS, int K_GROUPS, class Tokens>
 __device__ __forceinline__ void down(const uint8_t* w, const uint8_t* w_scale, const void* x, const float* x_scale,
-                                     const int* begins, const int* order, int experts, void* out, uint8_t* shared) {
+                                     const int* begins, const int* order, int experts, int base, void* out,
+                                     uint8_t* shared) {
   gemm::run<INTER, MAX_ROWS, M_BLOCKS, K_GROUPS, gemm::Mxfp4, Tokens>(
-      w, w_scale, x, x_scale, begins, experts, HIDDEN, shared, Same{},
+      w, w_scale, x, x_scale, begins, experts, HIDDEN, base, shared, Same{},
       Down<HIDDEN>{order, static_cast<__nv_bfloat16*>(out)});
 }
 

@@ -8,7 +8,7 @@ import torch
 
 from ..._op import compiled, split_scratch
 from .._tilelang import HERE, build, device_source
-from .api import scratch_parts
+from .api import read_layout, scratch_parts
 
 SMS = 132  # blocks of the persistent products; any number is right
 THREADS = 256
@@ -20,36 +20,66 @@ class Shape(NamedTuple):
     widths: tuple[int, ...]  # token tiles compiled; the last is the largest
     m_blocks: int  # blocks of 64 features a warp group
     k_groups: int  # warp groups that share the blocks of k
-    native: bool  # token rows in E4M3 with a scale each 32, else bf16
+    tokens: str  # how token rows come: a type of weights_gemm.cuh
+
+    @property
+    def template(self) -> str:
+        """Arguments of the device functions."""
+        return f"{self.widths[-1]}, {self.m_blocks}, {self.k_groups}, gemm::{self.tokens}"
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Widths of the wgmma instructions."""
+        each = 2 if self.tokens == "Split" else 1
+        if not self.folded:
+            return self.widths
+        return tuple(sorted({n * each // (2 if n * each > 64 and n % 16 == 0 else 1) for n in self.widths}))
+
+    @property
+    def folded(self) -> bool:
+        """Whether weights carry their scales into the product."""
+        return self.tokens not in ("Native", "Bf16")
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the inner activations are prepared between the products, too."""
+        return self.tokens in ("Coarse", "Split")
 
 
 SHAPES = {
-    32: Shape((8, 16, 24, 32), 1, 2, True),
-    136: Shape((72, 136), 2, 1, False),
+    "native": Shape((8, 16, 24, 32), 1, 2, "Native"),
+    "bf16": Shape((72, 136), 2, 1, "Bf16"),
+    "decode": Shape((8, 16, 24, 32), 1, 2, "Split"),
+    "middle": Shape((32, 40, 48, 64), 2, 1, "Split"),
+    "prefill": Shape((80, 112, 128), 2, 1, "Fine"),
+    "fp8": Shape((64, 80, 112, 128), 2, 1, "Coarse"),
 }
+WGMMA = ("e4m3_rs", "bf16_rs", "e5m2_rs", "e5m2e4m3_rs")  # a source names them all
 
 
-def _source(max_rows: int) -> str:
-    shape = SHAPES[max_rows]
+def _source(shape: Shape) -> str:
     macro = "#define DSV41_WIDTHS(X) " + " ".join(f"X({n})" for n in shape.widths) + "\n"
     files = (HERE / "weights_gemm.cuh", Path(__file__).parent / "mxfp4_moe.cuh")
-    return macro + device_source(*files, wgmma={"bf16_rs": shape.widths, "e4m3_rs": shape.widths})
+    return macro + device_source(*files, wgmma=dict.fromkeys(WGMMA, shape.columns))
 
 
-def _shared_bytes(k: int, max_rows: int) -> int:
+def _shared_bytes(k: int, shape: Shape) -> int:
     """`Layout::BYTES` of weights_gemm.cuh."""
-    _, m_blocks, k_groups, native = SHAPES[max_rows]
-    stage = max_rows * (144 if native else 256) + 2 * m_blocks * (4096 + 256)
-    rest = (max_rows * 512 * m_blocks if k_groups > 1 else 0) + 4096 + 28 * max_rows + 256
+    rows, m_blocks = shape.widths[-1], shape.m_blocks
+    row = {"Native": 128 + 16, "Bf16": 256, "Fine": 128 + 16, "Split": 256 + 4, "Coarse": 128 + 4}[
+        shape.tokens
+    ]
+    stage = -(-(rows * row + 2 * m_blocks * (4096 + 256)) // 1024) * 1024
+    rest = (rows * 512 * m_blocks if shape.k_groups > 1 else 0) + 4096 + 24 * rows + 256
     return min(12, (232448 - rest) // stage) * stage + rest
 
 
 @compiled
-def _prepare(hidden, native, arch):
-    source = _source(136)
-    tokens, top_k, rows = T.dynamic("tokens"), T.dynamic("top_k"), T.dynamic("rows")
-    bounds = T.dynamic("bounds")
-    out = T.Tensor((tokens, hidden // 32), T.float32) if native else T.Tensor((tokens, hidden), T.bfloat16)
+def _prepare(hidden, kind, arch):
+    """``kind``: how token rows come, of `Shape`."""
+    source = _source(SHAPES["native"])
+    tokens, top_k, rows, scales = (T.dynamic(n) for n in ("tokens", "top_k", "rows", "scales"))
+    bounds, size = T.dynamic("bounds"), T.dynamic("size")
 
     @T.prim_func
     def prepare(
@@ -58,23 +88,27 @@ def _prepare(hidden, native, arch):
         x_scale: T.Tensor((tokens, hidden // 32), T.uint8),
         begins: T.Tensor((bounds,), T.int32),
         order: T.Tensor((rows,), T.int32),
-        expanded: out,
+        ready: T.Tensor((size,), T.uint8),
+        ready_scale: T.Tensor((scales,), T.float32),
+        unit: T.float32,
     ):
         with T.Kernel(bounds - 1 + T.ceildiv(tokens * (hidden // 32), THREADS), threads=THREADS) as _:
             T.import_source(source)
             shared = T.alloc_shared((64,), T.uint8)
             T.call_extern(
                 "handle",
-                f"moe::prepare<{hidden}, {str(native).lower()}>",
+                f"moe::prepare<{hidden}, gemm::{kind}>",
                 ids.access_ptr("r"),
                 x.access_ptr("r"),
                 x_scale.access_ptr("r"),
                 tokens,
                 top_k,
                 bounds - 1,
+                unit,
                 begins.access_ptr("w"),
                 order.access_ptr("w"),
-                expanded.access_ptr("w"),
+                ready.access_ptr("w"),
+                ready_scale.access_ptr("w"),
                 shared.access_ptr("rw"),
             )
 
@@ -82,31 +116,65 @@ def _prepare(hidden, native, arch):
 
 
 @compiled
-def _gate_up(hidden, inter, max_rows, arch):
-    source, (_, m_blocks, k_groups, native) = _source(max_rows), SHAPES[max_rows]
+def _fold_inner(inter, kind, arch):
+    source = _source(SHAPES["native"])
+    size, scales = T.dynamic("size"), T.dynamic("scales")
+    bytes_in, codes_in = T.dynamic("bytes_in"), T.dynamic("codes_in")
+
+    @T.prim_func
+    def fold_inner(
+        values: T.Tensor((bytes_in,), T.uint8),
+        codes: T.Tensor((codes_in,), T.uint8),
+        ready: T.Tensor((size,), T.uint8),
+        ready_scale: T.Tensor((scales,), T.float32),
+        rows: T.int32,
+        unit: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(rows * (inter // 16), THREADS), threads=THREADS) as _:
+            T.import_source(source)
+            T.call_extern(
+                "handle",
+                f"moe::fold_inner<{inter}, gemm::{kind}>",
+                values.access_ptr("r"),
+                codes.access_ptr("r"),
+                rows,
+                unit,
+                ready.access_ptr("w"),
+                ready_scale.access_ptr("w"),
+            )
+
+    return build(fold_inner, arch)
+
+
+@compiled
+def _gate_up(hidden, inter, name, arch):
+    shape = SHAPES[name]
+    source = _source(shape)
     tokens, top_k, rows, scales = (T.dynamic(n) for n in ("tokens", "top_k", "rows", "scales"))
-    experts, bounds, inner = T.dynamic("experts"), T.dynamic("bounds"), T.dynamic("inner")
-    value = T.uint8 if native else T.bfloat16
+    experts, bounds, size, inner = (T.dynamic(n) for n in ("experts", "bounds", "size", "inner"))
+    inner_scales = T.dynamic("inner_scales")
 
     @T.prim_func
     def gate_up(
         w: T.Tensor((experts, 2 * inter, hidden // 2), T.uint8),
         w_scale: T.Tensor((experts, 2 * inter, hidden // 32), T.uint8),
-        x: T.Tensor((tokens, hidden), value),
+        x: T.Tensor((size,), T.uint8),
         x_scale: T.Tensor((scales,), T.float32),
         begins: T.Tensor((bounds,), T.int32),
         order: T.Tensor((rows,), T.int32),
         weights: T.Tensor((tokens, top_k), T.float32),
-        out: T.Tensor((inner,), value),
-        out_scale: T.Tensor((rows, inter // 32), T.float32),
+        out: T.Tensor((inner,), T.uint8),
+        out_scale: T.Tensor((inner_scales,), T.uint8),
+        base: T.int32,
         limit: T.float32,
+        unit: T.float32,
     ):
-        with T.Kernel(SMS, threads=128 + 256 * k_groups) as _:
+        with T.Kernel(SMS, threads=128 + 256 * shape.k_groups) as _:
             T.import_source(source)
-            shared = T.alloc_shared((_shared_bytes(hidden, max_rows),), T.uint8)
+            shared = T.alloc_shared((_shared_bytes(hidden, shape),), T.uint8)
             T.call_extern(
                 "handle",
-                f"moe::gate_up<{hidden}, {inter}, {max_rows}, {m_blocks}, {k_groups}, {_tokens(native)}>",
+                f"moe::gate_up<{hidden}, {inter}, {shape.template}>",
                 w.access_ptr("r"),
                 w_scale.access_ptr("r"),
                 x.access_ptr("r"),
@@ -116,7 +184,9 @@ def _gate_up(hidden, inter, max_rows, arch):
                 weights.access_ptr("r"),
                 experts,
                 top_k,
+                base,
                 limit,
+                unit,
                 out.access_ptr("w"),
                 out_scale.access_ptr("w"),
                 shared.access_ptr("rw"),
@@ -126,26 +196,29 @@ def _gate_up(hidden, inter, max_rows, arch):
 
 
 @compiled
-def _down(hidden, inter, max_rows, arch):
-    source, (_, m_blocks, k_groups, native) = _source(max_rows), SHAPES[max_rows]
-    rows, experts, bounds, inner = (T.dynamic(n) for n in ("rows", "experts", "bounds", "inner"))
+def _down(hidden, inter, name, arch):
+    shape = SHAPES[name]
+    source = _source(shape)
+    rows, experts, bounds = (T.dynamic(n) for n in ("rows", "experts", "bounds"))
+    size, scales = T.dynamic("size"), T.dynamic("scales")
 
     @T.prim_func
     def down(
         w: T.Tensor((experts, hidden, inter // 2), T.uint8),
         w_scale: T.Tensor((experts, hidden, inter // 32), T.uint8),
-        x: T.Tensor((inner,), T.uint8 if native else T.bfloat16),
-        x_scale: T.Tensor((rows, inter // 32), T.float32),
+        x: T.Tensor((size,), T.uint8),
+        x_scale: T.Tensor((scales,), T.float32),
         begins: T.Tensor((bounds,), T.int32),
         order: T.Tensor((rows,), T.int32),
         out: T.Tensor((rows, hidden), T.bfloat16),
+        base: T.int32,
     ):
-        with T.Kernel(SMS, threads=128 + 256 * k_groups) as _:
+        with T.Kernel(SMS, threads=128 + 256 * shape.k_groups) as _:
             T.import_source(source)
-            shared = T.alloc_shared((_shared_bytes(inter, max_rows),), T.uint8)
+            shared = T.alloc_shared((_shared_bytes(inter, shape),), T.uint8)
             T.call_extern(
                 "handle",
-                f"moe::down<{hidden}, {inter}, {max_rows}, {m_blocks}, {k_groups}, {_tokens(native)}>",
+                f"moe::down<{hidden}, {inter}, {shape.template}>",
                 w.access_ptr("r"),
                 w_scale.access_ptr("r"),
                 x.access_ptr("r"),
@@ -153,6 +226,7 @@ def _down(hidden, inter, max_rows, arch):
                 begins.access_ptr("r"),
                 order.access_ptr("r"),
                 experts,
+                base,
                 out.access_ptr("w"),
                 shared.access_ptr("rw"),
             )
@@ -160,13 +234,9 @@ def _down(hidden, inter, max_rows, arch):
     return build(down, arch)
 
 
-def _tokens(native: bool) -> str:
-    return "gemm::Native" if native else "gemm::Bf16"
-
-
 @compiled
 def _combine(hidden, top_k, with_shared, arch):
-    source = _source(136)
+    source = _source(SHAPES["native"])
     tokens, rows = T.dynamic("tokens"), T.dynamic("rows")
 
     @T.prim_func
@@ -193,20 +263,27 @@ def _combine(hidden, top_k, with_shared, arch):
     return build(combine, arch)
 
 
-def max_rows(tokens: int, top_k: int, experts: int) -> int:
-    """The token tile of a call, by its sizes only: native FP8 products, whose time is the bytes of the
-    weights, while experts have few rows; then bf16 products and wide tiles.
-    """
-    return 32 if tokens * top_k <= 16 * experts else 136
+def choose_shape(tokens: int, top_k: int, experts: int, numerics: str) -> str:
+    """The tiling of a call, by its sizes only."""
+    rows = tokens * top_k
+    if numerics == "plain":  # weights that do not fold
+        return "native" if rows <= 16 * experts else "bf16"
+    if rows <= 16 * experts:
+        return "decode"
+    if numerics == "fp8":
+        return "fp8"
+    return "middle" if rows <= 64 * experts else "bf16"
 
 
 def variants(cfg):
     """Every build that a model of this configuration needs."""
-    for native in (False, True):
-        yield _prepare, (cfg.hidden, native, "sm_90a")
-    for rows in SHAPES:
-        yield _gate_up, (cfg.hidden, cfg.inter, rows, "sm_90a")
-        yield _down, (cfg.hidden, cfg.inter, rows, "sm_90a")
+    for kind in dict.fromkeys(shape.tokens for shape in SHAPES.values()):
+        yield _prepare, (cfg.hidden, kind, "sm_90a")
+    for kind in ("Split", "Coarse"):
+        yield _fold_inner, (cfg.inter, kind, "sm_90a")
+    for name in SHAPES:
+        yield _gate_up, (cfg.hidden, cfg.inter, name, "sm_90a")
+        yield _down, (cfg.hidden, cfg.inter, name, "sm_90a")
     for with_shared in (False, True):
         for top_k in sorted({cfg.top_k, cfg.draft.top_k}):
             yield _combine, (cfg.hidden, top_k, with_shared, "sm_90a")
@@ -220,29 +297,61 @@ def mxfp4_moe(
     if tokens == 0:
         return
     experts, inter, hidden = w13.shape[0], w13.shape[1] // 2, out.shape[1]
+    numerics, bases = read_layout(layout)
     launch(
-        x, x_scale, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale, limit, shared, out,
+        x, x_scale, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale, bases, limit, shared, out,
         split_scratch(scratch, scratch_parts(tokens, top_k, experts, hidden, inter)),
-        max_rows(tokens, top_k, experts),
+        choose_shape(tokens, top_k, experts, numerics),
     )  # fmt: skip
 
 
 def launch(
-    x, x_scale, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale, limit, shared, out, parts, tile
+    x,
+    x_scale,
+    expert_ids,
+    expert_weights,
+    w13,
+    w13_scale,
+    w2,
+    w2_scale,
+    bases,
+    limit,
+    shared,
+    out,
+    parts,
+    tile,
 ):
-    """The four launches with a token tile of ``SHAPES``."""
+    """The launches with a tiling of ``SHAPES``."""
     (tokens, top_k), hidden, inter = expert_ids.shape, out.shape[1], w13.shape[1] // 2
-    begins, order, rows, inner, inner_scale, assigned = parts
-    native, arch, values = SHAPES[tile].native, "sm_90a", x.view(torch.uint8)
-    inner = inner.view(-1)
-    if native:
-        rows = rows.view(-1).view(torch.float32)[: tokens * (hidden // 32)].view(tokens, -1)
-        inner = inner.view(torch.uint8)
-    _prepare(hidden, native, arch)(expert_ids, values, x_scale, begins, order, rows)
-    operand, scale = (values, rows.view(-1)) if native else (rows, inner_scale.view(-1))
-    _gate_up(hidden, inter, tile, arch)(
-        w13, w13_scale, operand, scale, begins, order, expert_weights, inner, inner_scale, limit
+    begins, order, ready, ready_scale, inner, inner_scale, assigned = parts
+    shape, arch, values = SHAPES[tile], "sm_90a", x.view(torch.uint8).view(-1)
+    ready, inner = ready.view(torch.uint8).view(-1), inner.view(torch.uint8).view(-1)
+    ready_scale, inner_scale, rows = ready_scale.view(-1), inner_scale.view(-1), order.shape[0]
+    # Weights count from the code `base` on: a scale of an activation takes the rest of their size.
+    (base, unit), (base2, unit2) = ((code, 2.0 ** (code - 127)) for code in bases)
+    _prepare(hidden, shape.tokens, arch)(
+        expert_ids, values.view(tokens, hidden), x_scale, begins, order, ready, ready_scale, unit
     )
-    _down(hidden, inter, tile, arch)(w2, w2_scale, inner, inner_scale, begins, order, assigned)
+    operand = values if shape.tokens in ("Native", "Fine") else ready
+    # E4M3 on its way to a folded product waits where the second product's results will be.
+    made = assigned.view(torch.uint8).view(-1) if shape.prepared else inner
+    made_scale = made[rows * inter :] if shape.prepared else inner_scale.view(torch.uint8)
+    _gate_up(hidden, inter, tile, arch)(
+        w13,
+        w13_scale,
+        operand,
+        ready_scale,
+        begins,
+        order,
+        expert_weights,
+        made,
+        made_scale,
+        base,
+        limit,
+        unit2,
+    )
+    if shape.prepared:
+        _fold_inner(inter, shape.tokens, arch)(made, made_scale, inner, inner_scale, rows, unit2)
+    _down(hidden, inter, tile, arch)(w2, w2_scale, inner, inner_scale, begins, order, assigned, base2)
     extra = out if shared is None else shared
     _combine(hidden, top_k, shared is not None, arch)(expert_ids, assigned, extra, out, w13.shape[0])

@@ -27,6 +27,7 @@ inline void tile_copy(void* dst, const void* map, int column, int row, uint64_t*
     }
 }
 inline void copy_16(void* dst, const void* src, bool valid) { emu::copy_async(dst, src, 16, valid); }
+inline void copy_4(void* dst, const void* src) { emu::copy_async(dst, src, 4, true); }
 inline void copy_commit() { emu::copy_commit(); }
 template <int PENDING>
 inline void copy_wait() { emu::copy_wait(PENDING); }
@@ -44,6 +45,7 @@ inline void wgmma_wait() { emu::wgmma_wait(PENDING); }
 template <int N>
 inline void keep(float (&)[N]) {}
 
+inline bool elect() { return emu::lane() == 0; }
 // Lane l holds row l / 4, columns 2 * (l % 4) + {0, 1} of the matrix and of its transpose.
 inline uint32_t transpose_8x8(uint32_t v) {
   const int row = emu::lane() / 4, column = 2 * (emu::lane() % 4);
@@ -53,24 +55,45 @@ inline uint32_t transpose_8x8(uint32_t v) {
   return out;
 }
 
+inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  struct Operands {
+    const uint32_t* a;
+    uint32_t b[2];
+  } own{a, {b0, b1}};
+  const emu::Meeting& m = emu::meet(~0u, "mma_bf16", reinterpret_cast<uint64_t>(&own));
+  const auto of = [&](int lane) { return reinterpret_cast<const Operands*>(m.value[lane]); };
+  for (int i = 0; i < 4; ++i) {
+    const int row = emu::lane() / 4 + 8 * (i / 2), column = 2 * (emu::lane() % 4) + i % 2;
+    double sum = 0;
+    for (int k = 0; k < 16; ++k) {
+      const uint32_t x = of(row % 8 * 4 + k % 8 / 2)->a[row / 8 + 2 * (k / 8)], y = of(column * 4 + k % 8 / 2)->b[k / 8];
+      sum += static_cast<double>(__uint_as_float((x >> 16 * (k % 2)) << 16)) * __uint_as_float((y >> 16 * (k % 2)) << 16);
+    }
+    d[i] += static_cast<float>(sum);
+  }
+  emu::meet(~0u, "mma_bf16 done", 0);  // the operands live on the lanes' stacks
+}
+
 inline uint32_t byte_select(uint32_t low, uint32_t high, uint32_t selector) { return __byte_perm(low, high, selector); }
 
-#define RS(name, fp8, transposed)                                                                             \
+#define RS(name, a_type, b_type, transposed)                                                                  \
   template <int N>                                                                                            \
   inline void wgmma_##name(float (&d)[N], const uint32_t (&a)[4], uint64_t b, int accumulate) {               \
-    emu::wgmma(d, N, a, 0, b, accumulate, fp8, false, transposed);                                            \
+    emu::wgmma(d, N, a, 0, b, accumulate, emu::a_type, emu::b_type, false, transposed);                       \
   }
-#define SS(name, fp8, transposed)                                                                             \
+#define SS(name, type, transposed)                                                                            \
   template <int N>                                                                                            \
   inline void wgmma_##name(float (&d)[N], uint64_t a, uint64_t b, int accumulate) {                           \
-    emu::wgmma(d, N, nullptr, a, b, accumulate, fp8, false, transposed);                                      \
+    emu::wgmma(d, N, nullptr, a, b, accumulate, emu::type, emu::type, false, transposed);                     \
   }
-RS(bf16_rs, false, false)
-RS(bf16_rs_t, false, true)
-RS(e4m3_rs, true, false)
-SS(bf16_ss, false, false)
-SS(bf16_ss_t, false, true)
-SS(e4m3_ss, true, false)
+RS(bf16_rs, kBf16, kBf16, false)
+RS(bf16_rs_t, kBf16, kBf16, true)
+RS(e4m3_rs, kE4M3, kE4M3, false)
+RS(e5m2_rs, kE5M2, kE5M2, false)
+RS(e5m2e4m3_rs, kE5M2, kE4M3, false)
+SS(bf16_ss, kBf16, false)
+SS(bf16_ss_t, kBf16, true)
+SS(e4m3_ss, kE4M3, false)
 #undef RS
 #undef SS
 

@@ -10,13 +10,19 @@ float decode_e4m3(uint32_t code) {
   const float f = e ? std::ldexp(8.0f + m, e - 10) : std::ldexp(static_cast<float>(m), -9);
   return code & 128 ? -f : f;
 }
-float decode(uint32_t code, bool fp8) {
+float decode_e5m2(uint32_t code) {
+  const int e = code >> 2 & 31, m = code & 3;
+  if (e == 31) return m ? NAN : code & 128 ? -INFINITY : INFINITY;
+  const float f = e ? std::ldexp(4.0f + m, e - 17) : std::ldexp(static_cast<float>(m), -16);
+  return code & 128 ? -f : f;
+}
+float decode(uint32_t code, Type type) {
   static const std::vector<float> table = [] {
-    std::vector<float> t(256);
-    for (int i = 0; i < 256; ++i) t[i] = decode_e4m3(i);
+    std::vector<float> t(512);
+    for (int i = 0; i < 256; ++i) t[i] = decode_e4m3(i), t[256 + i] = decode_e5m2(i);
     return t;
   }();
-  if (fp8) return table[code];
+  if (type != kBf16) return table[code + (type == kE5M2 ? 256 : 0)];
   const uint32_t bits = code << 16;
   float f;
   memcpy(&f, &bits, 4);
@@ -24,11 +30,12 @@ float decode(uint32_t code, bool fp8) {
 }
 
 // Reads an operand [rows, 32 bytes of k] through its descriptor, as floats [rows][k].
-void read_operand(uint64_t d, int first, int rows, bool fp8, bool transposed, float* out, int row_step, int k_step,
+void read_operand(uint64_t d, int first, int rows, Type type, bool transposed, float* out, int row_step, int k_step,
                   Product& record) {
   if (d >> 62 != 1) fail("wgmma: descriptor %#lx is not of the 128-byte swizzle", static_cast<unsigned long>(d));
   if (d >> 49 & 7) fail("wgmma: base offset %d; tiles must be aligned to 1,024 bytes", static_cast<int>(d >> 49 & 7));
   const uint32_t start = (d & 0x3FFF) << 4, leading = (d >> 16 & 0x3FFF) << 4, stride = (d >> 32 & 0x3FFF) << 4;
+  const bool fp8 = type != kBf16;
   const int k = fp8 ? 32 : 16, size = fp8 ? 1 : 2;
   if (transposed && fp8) fail("wgmma: only bf16 operands may be MN-major");
   uint32_t piece = ~0u;
@@ -55,7 +62,7 @@ void read_operand(uint64_t d, int first, int rows, bool fp8, bool transposed, fl
       }
       uint32_t code = shared[offset];
       if (!fp8) code |= shared[offset + 1] << 8;
-      out[i * row_step + j * k_step] = decode(code, fp8);
+      out[i * row_step + j * k_step] = decode(code, type);
     }
 }
 
@@ -99,9 +106,10 @@ void wgmma_wait(int pending) {
     }
 }
 
-void wgmma(float* d, int count, const uint32_t* a_regs, uint64_t a, uint64_t b, int accumulate, bool fp8,
-           bool a_transposed, bool b_transposed) {
+void wgmma(float* d, int count, const uint32_t* a_regs, uint64_t a, uint64_t b, int accumulate, Type a_type,
+           Type b_type, bool a_transposed, bool b_transposed) {
   Thread& t = me();
+  const bool fp8 = a_type != kBf16;
   const bool chained = t.accumulators.count(d) != 0;
   if (!t.wgmma_fenced && (a_regs || !chained)) fail("wgmma without wgmma_fence before it");
   if (count % 4 || count > 128) fail("wgmma: %d accumulators", count);
@@ -133,12 +141,12 @@ void wgmma(float* d, int count, const uint32_t* a_regs, uint64_t a, uint64_t b, 
           for (int e = 0; e < k / 8; ++e) {
             const int row = l / 4 + 8 * (r & 1), column = k / 8 * (l % 4) + e + k / 2 * (r >> 1);
             const uint32_t bits = lanes[l]->a_regs[r] >> (fp8 ? 8 * e : 16 * e);
-            A[row * k + column] = decode(bits & (fp8 ? 0xFF : 0xFFFF), fp8);
+            A[row * k + column] = decode(bits & (fp8 ? 0xFF : 0xFFFF), a_type);
           }
     } else {
-      read_operand(a, 16 * warp, 16, fp8, a_transposed, A, k, 1, product);
+      read_operand(a, 16 * warp, 16, a_type, a_transposed, A, k, 1, product);
     }
-    read_operand(b, 0, n, fp8, b_transposed, B, 1, n, product);
+    read_operand(b, 0, n, b_type, b_transposed, B, 1, n, product);
     std::fill(S, S + 16 * n, 0.0);
     for (int i = 0; i < 16; ++i)
       for (int x = 0; x < k; ++x) {
