@@ -25,7 +25,7 @@ from .._op import no_compile
 from ..config import V41FlashConfig
 from ..formats import E4M3, E8M0
 from ..layers import V41Flash, V41State
-from ..layers.engram import MemoryEngramStore, TokenMap
+from ..layers.engram import MemoryEngramStore, StreamPrefetcher, TokenMap
 from ..layers.moe import Experts, MoE
 from ..memory import rank_model
 from ..replay import ReplayConfig, ReplayGeometry, ReplayMode, RequestSpan, plan_decoder
@@ -78,13 +78,16 @@ def rank(cfg: V41FlashConfig, device: torch.device, engram_gb: float) -> V41Flas
         if isinstance(module, MoE):
             module.__class__ = LocalMoE
     _share_experts(model)
-    width = cfg.engram.head_dim
+    width, stores = cfg.engram.head_dim, {}
     for layer, rows in zip(cfg.engram.layers, cfg.engram.num_rows, strict=True):
         share = engram_gb * 1e9 / len(cfg.engram.layers) / (width + width // 32)
         held, pin = min(int(share), rows // RANKS), device.type == "cuda"
         values = torch.randint(0, 0x38, (held, width), dtype=torch.uint8, pin_memory=pin)
         scale = torch.randint(120, 124, (held, width // 32), dtype=torch.uint8, pin_memory=pin)
-        model.attach_engram(layer, FoldedStore(values.view(E4M3), scale.view(E8M0)))
+        stores[layer] = FoldedStore(values.view(E4M3), scale.view(E8M0))
+        model.attach_engram(layer, stores[layer])
+    if device.type == "cuda":
+        model.attach_prefetcher(StreamPrefetcher(stores, torch.cuda.Stream()))
     return model.pack()
 
 

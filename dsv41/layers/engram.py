@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -438,6 +438,55 @@ def _map_bytes(path: Path, begin: int, num_rows: int, width: int) -> np.ndarray:
         mapped.madvise(mmap.MADV_RANDOM)
     flat = np.frombuffer(mapped, dtype=np.uint8, count=num_rows * width, offset=begin)
     return flat.reshape(num_rows, width)
+
+
+class Prefetcher(Protocol):
+    """Reads the rows of a step ahead of the layers that use them; see `V41Flash.attach_prefetcher`."""
+
+    def submit(self, rows: torch.Tensor) -> None:
+        """Start reading rows [num_tokens, num_layers, columns] int32 of `dsv41.ops.engram_hash`."""
+        ...
+
+    def wait(self, layer: int) -> torch.Tensor:
+        """Values of a layer's rows [num_tokens, columns * head_dim] bf16, for the last `submit`."""
+        ...
+
+
+class StreamPrefetcher:
+    """Looks rows up on a stream of its own, in layer order, while the layers before run. Graphs capture it.
+
+    Args:
+        stores: the table of each Engram layer, in the order of the hash's layers; in the device's memory or
+            in pinned host memory.
+        stream: where to read; other work on it waits, as this does for that.
+    """
+
+    def __init__(self, stores: Mapping[int, EngramStore], stream: torch.cuda.Stream):
+        self.stores, self.stream = dict(stores), stream
+        self._ready: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
+
+    def submit(self, rows: torch.Tensor) -> None:
+        """Start reading the rows [num_tokens, num_layers, columns] int32 of a step."""
+        name, layers = "StreamPrefetcher.submit", len(self.stores)
+        check_tensor(name, "rows", rows, (None, layers, None), torch.int32)
+        self.stream.wait_stream(torch.cuda.current_stream(rows.device))
+        for index, (layer, store) in enumerate(self.stores.items()):
+            # Memory of the caller's stream: it is given back there, behind the wait.
+            shape = (rows.shape[0], rows.shape[2] * store.head_dim)
+            values = torch.empty(shape, dtype=torch.bfloat16, device=rows.device)
+            with torch.cuda.stream(self.stream):
+                store.lookup(rows[:, index], values)
+                ready = torch.cuda.Event()
+                ready.record()
+            self._ready[layer] = values, ready
+
+    def wait(self, layer: int) -> torch.Tensor:
+        """Values of a layer's rows [num_tokens, columns * head_dim] bf16; later work waits for them."""
+        if layer not in self._ready:
+            raise RuntimeError(f"StreamPrefetcher.wait: nothing was submitted for layer {layer}")
+        values, ready = self._ready.pop(layer)
+        torch.cuda.current_stream(values.device).wait_event(ready)
+        return values
 
 
 class EngramPrefetcher:

@@ -15,7 +15,7 @@ from ..ops import engram_gate, engram_hash, linear, mhc_collapse, rms_norm
 from .attention import Attention, Selection
 from .block import Block, embed_streams, run_blocks
 from .draft import Drafter
-from .engram import EngramSpec, EngramStore, TokenMap, append_ids, dead_tokens, lookback_ids
+from .engram import EngramSpec, EngramStore, Prefetcher, TokenMap, append_ids, dead_tokens, lookback_ids
 from .expert_parallel import EPLayer, ExpertParallel, elsewhere
 from .linear import BlockLinear, Weight, frozen
 from .moe import Experts, SharedExperts
@@ -34,18 +34,22 @@ class Engram(nn.Module):
         self.k_weight = frozen((cfg.num_streams, cfg.hidden), torch.bfloat16)
         self.store: EngramStore | None = None
 
-    def forward(self, x: torch.Tensor, rows: torch.Tensor, dead: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rows: torch.Tensor, dead: torch.Tensor, values: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Inject the memory into the streams.
 
         Args:
             x: [num_tokens, streams, hidden] bf16.
             rows: [num_tokens, columns] int32, this layer's table rows.
             dead: [num_tokens] bool, tokens that are returned as they are.
+            values: [num_tokens, width] bf16 that were read ahead; None reads them here.
         """
-        check(self.store is not None, "Engram", "a table: model.attach_engram(layer, store)", "none")
-        assert self.store is not None
-        values = torch.empty((rows.shape[0], self.width), dtype=torch.bfloat16, device=x.device)
-        self.store.lookup(rows, values)
+        if values is None:
+            check(self.store is not None, "Engram", "a table: model.attach_engram(layer, store)", "none")
+            assert self.store is not None
+            values = torch.empty((rows.shape[0], self.width), dtype=torch.bfloat16, device=x.device)
+            self.store.lookup(rows, values)
         return engram_gate(x, self.wkv(values), self.q_weight, self.k_weight, dead=dead, eps=self.eps)
 
 
@@ -95,6 +99,7 @@ class V41Flash(nn.Module):
         with torch.device("cpu"):  # constants have values, also when parameters are built on "meta"
             self.engram_spec = EngramSpec.from_config(cfg)
         self.token_map: TokenMap | None = None
+        self.prefetcher: Prefetcher | None = None
         self._on_device: dict[torch.device, tuple[torch.Tensor, EngramSpec]] = {}
         if token_map is not None:
             self.attach_token_map(token_map)
@@ -113,6 +118,10 @@ class V41Flash(nn.Module):
         engram = self.layers[layer].engram
         assert isinstance(engram, Engram)
         engram.store = store
+
+    def attach_prefetcher(self, prefetcher: Prefetcher | None) -> None:
+        """Read Engram rows as soon as a step's ids are there, ahead of the layers; None reads them there."""
+        self.prefetcher = prefetcher
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Every parameter by its official name, as a view of the checkpoint's shape and type."""
@@ -236,11 +245,18 @@ class V41Flash(nn.Module):
         def attend(layer: Block, h: torch.Tensor, hq: MXFP8) -> torch.Tensor:
             return layer.attn(h, hq, step, state, shared)
 
+        ahead = self.prefetcher
+        if ahead is not None:
+            ahead.submit(rows)
+
+        def remember(engram: Engram, layer: int, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return engram(x, own, dead, None if ahead is None else ahead.wait(layer))
+
         def inject(layer: Block) -> Callable[[torch.Tensor], torch.Tensor] | None:
             if not isinstance(layer, Layer) or layer.engram is None:
                 return None
-            column = cfg.engram.layers.index(layer.layer)
-            return functools.partial(layer.engram, rows=rows[:, column], dead=dead)
+            own = rows[:, cfg.engram.layers.index(layer.layer)]
+            return functools.partial(remember, layer.engram, layer.layer, own)
 
         def watch(layer: Block, x: torch.Tensor) -> None:
             self.capture(layer.layer, x, draft_inputs)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dsv41 import V41FlashConfig
 from dsv41.cache import PagedKV
 from dsv41.layers import V41State
+from dsv41.layers.engram import EngramPrefetcher
 from dsv41.layers.moe import Experts
 from tests import models
 from tests.tolerance import MODEL_KL_MEDIAN, MODEL_TOP1
@@ -379,3 +380,20 @@ def test_experts_that_were_not_packed_are_refused(monkeypatch: pytest.MonkeyPatc
     state = V41State.allocate(models.config("tiny"), 1, 16)
     with pytest.raises(ValueError, match=r"packed experts: model.pack\(\) once the weights are there"):
         models.model("tiny")(models.text("tiny", 4), models.positions(0, 4), state)
+
+
+def test_rows_read_ahead_are_the_rows() -> None:
+    """In steps of several sizes; Engram does not look anything up by itself then."""
+    model, ids, cfg = models.build("tiny"), models.text("tiny", 20), models.config("tiny")
+    stores = {i: model.layers[i].engram.store for i in cfg.engram.layers}  # type: ignore[union-attr]
+    with accumulate(torch.float64), EngramPrefetcher(stores, 16, cfg.engram.columns) as ahead:  # type: ignore[arg-type]
+        want = run_chunks("tiny", ids, [1, 9, 3], V41State.allocate(cfg, 1, 32))
+        model.attach_prefetcher(ahead)
+        for i in cfg.engram.layers:
+            model.layers[i].engram.store = None  # type: ignore[union-attr]
+        state, out, start = V41State.allocate(cfg, 1, 32), [], 0
+        for length in (1, 9, 3, 7):
+            piece = ids[start : start + length]
+            out.append(model(piece, models.positions(start, length), state))
+            start += length
+    assert torch.equal(torch.cat(out), want)
