@@ -250,8 +250,9 @@ def _group(cfg: V41FlashConfig, ep: int, slots: int) -> ExpertParallel | None:
     ranks: Any = _Ranks(ep)
     placement = row.expand(cfg.num_layers, -1)
     group = ExpertParallel(ranks, placement, cfg.num_experts, capacity=1)
-    for name in ("table", "step", "counts"):
-        setattr(group, name, getattr(group, name).to("meta"))
+    for name, value in vars(group).items():  # what a step works with; the map itself is read on the host
+        if isinstance(value, torch.Tensor) and name != "physical_to_logical":
+            setattr(group, name, value.to("meta"))
     return group
 
 
