@@ -23,20 +23,66 @@ TARGETS = {
 }
 
 
+EMULATED = ("quant", "norm_rope", "hyper", "route", "engram", "compress", "draft", "index", "verify")
+"""Folders whose Ascend kernels the tests run from the emitted Ascend C; the others' are lowered."""
+MISSING = {
+    "exchange_combine": "no exchange for Ascend",
+    "exchange_pack": "no exchange for Ascend",
+    "exchange_plan": "no exchange for Ascend",
+    "exchange_unpack": "no exchange for Ascend",
+    "markov_bias": "not written",
+    "topk": "not written",
+    "index_topk": "needs scores on cube cores: not written",
+    "sample_tokens": "not written",
+    "sparse_attn": "needs products on cube cores around a softmax: not written",
+    "verify_drafts": "not written",
+}
+"""Why no kernel of an op takes an Ascend 950."""
+LEGEND = (
+    "*run*: on an H200, against the reference. *emulated*: the emitted Ascend C runs in CI on a CPU."
+    " *lowered*: compiled to machine code (Ascend: to Ascend C) in CI, never run. *adapter*: calls a library;"
+    " arguments and refusals are tested in CI, the library was never called from here."
+)
+
+
+def status(op: str, kernel: str, target: Target) -> str:
+    """What is known of a kernel on a target: run, emulated, lowered or adapter."""
+    toolchain, family = kernel.split("_", 1)[0], ops()[op].package.split(".")[2]
+    if toolchain in ("deepgemm", "flashmla", "deepep"):
+        return "adapter"
+    if target.device == "npu":
+        return "emulated" if family in EMULATED else "lowered"
+    return "run" if target.arch == 90 else "lowered"
+
+
+def cell(op: str, target: Target) -> str:
+    """The kernels of an op that take a target, in order of preference, or why there is none."""
+    fitting = dict.fromkeys(kernel for kernel, reason in ops()[op].explain(target) if reason is None)
+    return ", ".join(f"`{k}` *{status(op, k, target)}*" for k in fitting) or MISSING.get(op, "-")
+
+
+def counts() -> dict[str, dict[str, int]]:
+    """For each target how many ops have a kernel of each status (the best counts), and how many have none."""
+    order = ("run", "emulated", "lowered", "adapter", "none")
+    found = {name: dict.fromkeys(order, 0) for name in TARGETS}
+    for name, target in TARGETS.items():
+        for op, entry in ops().items():
+            fitting = [status(op, k, target) for k, reason in entry.explain(target) if reason is None]
+            found[name][min([*fitting, "none"], key=order.index)] += 1
+    return found
+
+
 def support_table(family: str | None = None) -> str:
     """Markdown: a row an op (of one folder of ``dsv41/ops``, or of all); a cell names the kernels that take
-    it on a target, or is a dash.
+    it on a target, each with what is known of it, or says why there is none.
     """
     lines = ["| op | CPU | " + " | ".join(TARGETS) + " |", "|---" * (len(TARGETS) + 2) + "|"]
     for name, op in sorted(ops().items()):
         if family is not None and op.package.split(".")[2:3] != [family]:
             continue
-        cells = ["reference, run in CI"]
-        for target in TARGETS.values():
-            fitting = [kernel for kernel, reason in op.explain(target) if reason is None]
-            cells.append(", ".join(f"`{kernel}`" for kernel in fitting) or "-")
+        cells = ["reference, run in CI", *(cell(name, target) for target in TARGETS.values())]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", LEGEND])
 
 
 def refresh(text: str) -> str:
@@ -54,3 +100,5 @@ def documents() -> list[Path]:
 if __name__ == "__main__":
     for page in documents():
         page.write_text(refresh(page.read_text("utf-8")), "utf-8")
+    for name, numbers in counts().items():
+        print(f"{name}: " + ", ".join(f"{n} {kind}" for kind, n in numbers.items() if n))

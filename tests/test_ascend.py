@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from dsv41_reference.index import index_query as reference
 
 from dsv41 import ops
 from tests.ops.rows import same
@@ -83,6 +84,27 @@ def test_rope(in_place: bool, inverse: bool) -> None:
     with emulated(NORM) as npu:
         npu.rope(x, angle.cos(), angle.sin(), inverse, out)
     assert same(out.contiguous(), want)
+
+
+def test_index_query() -> None:
+    x, angle = torch.randn(70, 4, 128 + 8).to(BF16)[..., :128], torch.randn(70, 32) * 9
+    x[3] = 0
+    values, scale = torch.zeros(70, 4, 64, dtype=U8), torch.zeros(70, 4, 4, dtype=U8)
+    with emulated("dsv41.ops.index.tilelang_npu") as npu:
+        npu.index_query(x, angle.cos(), angle.sin(), values, scale)
+    want = torch.zeros_like(values), torch.zeros_like(scale)
+    reference(x, angle.cos(), angle.sin(), *want)
+    assert torch.equal(values, want[0]) and torch.equal(scale, want[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_apply_token_bitmask(dtype: torch.dtype) -> None:
+    logits = torch.randn(3, 9000 + 8).to(dtype)[:, :9000]
+    mask = torch.randint(-(2**31), 2**31 - 1, (3, 283), dtype=torch.int32)[:, :282]
+    want = ops.apply_token_bitmask(logits.clone(), mask)
+    with emulated("dsv41.ops.verify.tilelang_npu") as npu:
+        npu.apply_token_bitmask(logits, mask)
+    assert torch.equal(logits, want)
 
 
 def broken(module: str, old: str, new: str) -> Any:

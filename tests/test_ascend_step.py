@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.ops import test_step_kernels as steps
+from tests.spec import test_verify_kernels as drafts
 from tests.tools import ascend_emu
 
 pytest.importorskip("tilelang")
@@ -28,7 +29,13 @@ def on_npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         kernels("norm_rope")  # a part of the boundary
         monkeypatch.setattr(steps, "kernels", kernels)
         monkeypatch.setattr(steps.triton_interp, "interpret", lambda name, *_: kernels(name.split(".")[2]))
+        monkeypatch.setattr(drafts, "drafting", lambda: kernels("draft"))
         yield
+
+
+@pytest.mark.parametrize("trial", [11, 24, 25])
+def test_split(trial: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts.test_split(trial, monkeypatch)
 
 
 @pytest.mark.parametrize("tokens, hidden", [(5, 128), (600, 32)])

@@ -103,6 +103,7 @@ _QUERY = Op(
     package=__package__,
     kernels=(
         Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90, 100, 103), supports=_query_hopper),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
     ),
 )
 _TOPK = Op(

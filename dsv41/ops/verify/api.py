@@ -30,6 +30,10 @@ def _one_pass(
     return _unsorted(logits, t, k, p)
 
 
+def _not_f64(logits: torch.Tensor, bitmask: Any) -> str | None:
+    return "f64 logits" if logits.dtype == torch.float64 else None
+
+
 _SPLIT = Op(
     "split_budget_ragged(Tensor confidence, Tensor lo, Tensor hi, Tensor base, Tensor bonus,"
     " Tensor start, Tensor weights, Tensor budget, Tensor num_requests, Tensor rotation,"
@@ -38,7 +42,10 @@ _SPLIT = Op(
     " Tensor(f!) logits_ids, Tensor(g!) stats) -> ()",
     reference="dsv41_reference.budget:split_budget_ragged",
     package="dsv41.ops.draft",  # its kernel is beside the drafter's: it shares nothing with those here
-    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",), supports=_small),),
+    kernels=(
+        Kernel("triton_cuda", "cuda", needs=("triton",), supports=_small),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_small),
+    ),
 )
 # The mode travels as `rule`: an argument called `mode` collides with torch's own dispatch under compile.
 _VERIFY = Op(
@@ -67,7 +74,10 @@ _BITMASK = Op(
     "apply_token_bitmask(Tensor(a!) logits, Tensor bitmask) -> ()",
     reference="dsv41_reference.verify:apply_token_bitmask",
     package=__package__,
-    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",)),),
+    kernels=(
+        Kernel("triton_cuda", "cuda", needs=("triton",)),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_not_f64),
+    ),
 )
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
