@@ -254,12 +254,21 @@ class StreamedModel:
             self._replace(module, name, self._new(parameter, self.device))
         self._fill(f"{path}.", module, lambda _: True)
         self._resident = path, module
-        experts = getattr(module, "experts", None)
-        packs = torch.cuda.get_device_capability(self.device)[0] == 9 if self.device.type == "cuda" else False
-        if isinstance(experts, Experts) and packs:
-            kept = tuple(t.clone() for t in experts.mxfp4.flat()[:4])
-            experts.pack()
-            self.plain[experts.w13.data_ptr()] = kept
+        self._pack(module)
+
+    def _pack(self, module: nn.Module) -> None:
+        """What `V41Flash.pack` does, for one part; plain experts are kept for the reference."""
+        for part in self._modules(module):
+            if isinstance(part, Experts) and part.packable:
+                kept = tuple(t.clone() for t in part.mxfp4.flat()[:4])
+                part.pack()
+                self.plain[part.w13.data_ptr()] = kept
+            elif hasattr(part, "joined"):
+                getattr(part, "join")()  # noqa: B009
+
+    @staticmethod
+    def _modules(module: Any) -> list[Any]:
+        return list(module.modules())
 
     def _leave(self) -> None:
         """Give the memory of the last part back."""
@@ -268,8 +277,11 @@ class StreamedModel:
         _, module = self._resident
         for name, parameter in list(module.named_parameters()):
             self._replace(module, name, self._new(parameter, torch.device("meta")))
-        if isinstance(getattr(module, "experts", None), Experts):
-            module.experts.layout = "plain"  # pyright: ignore
+        for part in self._modules(module):
+            if isinstance(part, Experts):
+                part.layout = "plain"
+            elif hasattr(part, "joined"):
+                part.joined = None
         self.plain.clear()
         self._resident = None
 

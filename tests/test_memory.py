@@ -87,7 +87,7 @@ def test_where_memory_goes(flash: MemoryPlan) -> None:
     on_device = dataclasses.replace(flash, engram="device")
     assert flash.engram == "host" and on_device.fixed - flash.fixed == flash.engram_bytes
     assert flash.host_room == 64 * GIB - flash.engram_bytes
-    # Streams of 4 x bf16, the rows of the exchange (out, in, in and out of the experts), and the scratch of ops.
+    # Streams of 4 x bf16, the rows of the exchange (out, in, in and out of the experts), scratch of ops.
     rows = 8 * usual_capacity(4096, 6, 8)
     least = 4096 * 40_960 + rows * (2 * 5296 + 2 * 10_240)
     assert least < flash.prefill < 3 * least
