@@ -48,6 +48,12 @@ def test_support_tables_are_fresh() -> None:
     assert ROOT / "README.md" in pages
 
 
+def test_every_file_of_results_is_explained() -> None:
+    text = (ROOT / "docs" / "results.md").read_text("utf-8")
+    missing = [p.name for p in (ROOT / "docs" / "results").glob("*.jsonl") if f"`{p.name}`" not in text]
+    assert not missing
+
+
 def test_drawings_are_fresh() -> None:
     drawings = runpy.run_path(str(ROOT / "docs" / "figures.py"))["DRAWINGS"]
     for name, draw in drawings.items():
