@@ -1,5 +1,7 @@
 """Router, shared expert and routed experts of one layer."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -33,6 +35,7 @@ class Experts(nn.Module):
         super().__init__()
         self.inter, self.layout = inter, "plain"
         self.ids = list(range(num_experts)) if ids is None else ids
+        self.add_up: Callable[[torch.Tensor], None] | None = None
         self.w13 = frozen((num_experts, 2 * inter, hidden // 2), torch.uint8)
         self.w13_scale = frozen((num_experts, 2 * inter, hidden // 32), E8M0)
         self.w2 = frozen((num_experts, hidden, inter // 2), torch.uint8)
@@ -50,9 +53,12 @@ class Experts(nn.Module):
         return self.layout == "plain" and fits and Target.of(self.w13) == Target("cuda", 90)
 
     def pack(self) -> None:
-        """Put loaded weights into the order that the accelerator's kernel reads, in place and once."""
+        """Put loaded weights into the order that the accelerator's kernel reads, in place and once.
+
+        Ranks that share a layer pack together: packed experts may move between them.
+        """
         if self.layout == "plain":
-            self.layout = pack_experts(self.mxfp4).layout
+            self.layout = pack_experts(self.mxfp4, add_up=self.add_up).layout
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """``{e}.w1.weight``, ``{e}.w1.scale``, ...: views in the checkpoint's shapes and types."""
@@ -100,6 +106,7 @@ class MoE(nn.Module):
         else:  # this rank's share
             own = ep.group.own(ep.layer)
             self.experts = ep.experts = Experts(cfg.hidden, cfg.inter, len(own), own)
+            self.experts.add_up = ep.group.transport.all_reduce
         self.shared_experts = SharedExperts(cfg.hidden, cfg.inter)
 
     def route(self, x: torch.Tensor, image: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

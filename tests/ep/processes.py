@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+STORE = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 LIMIT = 120.0  # seconds for all ranks of one call, start included; some seconds are usual
 
 
@@ -17,7 +18,7 @@ def _main(work: Callable[..., Any], rank: int, size: int, port: int, pipe: Any, 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     patience = datetime.timedelta(seconds=60)
-    store = dist.TCPStore("127.0.0.1", port, size + 1, is_master=False, wait_for_workers=False)
+    store = STORE("127.0.0.1", port, size + 1, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     from dsv41.ops.exchange import GroupTransport
 
@@ -38,7 +39,7 @@ def on_processes(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "dsv41.layers.model", "dsv41.eplb", "tests.ep.jobs"])
-    store = dist.TCPStore("127.0.0.1", 0, size + 1, is_master=True, wait_for_workers=False)
+    store = STORE("127.0.0.1", 0, size + 1, is_master=True, wait_for_workers=False)
     deadline, ranks = time.monotonic() + LIMIT, []
     for rank in range(size):
         ours, theirs = context.Pipe(duplex=False)

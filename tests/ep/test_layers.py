@@ -36,7 +36,7 @@ def assert_equal_to_one_rank(ranks: int, physical: Any, capacity: int | None) ->
 
 @pytest.mark.parametrize(
     "ranks, spare, capacity",
-    [(2, 0, None), (2, 2, 2), (4, 1, None), (4, 2, 2), (3, 1, 2)],
+    [(2, 2, 2), (4, 1, None), (4, 2, 2), (3, 1, 2)],
 )
 def test_equals_one_rank(ranks: int, spare: int, capacity: int | None) -> None:
     """Random maps with copies; rank 2 has no request. Three ranks: experts that do not divide, slots do."""

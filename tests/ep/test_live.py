@@ -11,6 +11,8 @@ from dsv41_reference import accumulate
 from dsv41.eplb import Balancer, LoadWindow, rebalance_experts
 from dsv41.eplb.live import DeviceLoadWindow, LiveExperts, TransferFailed
 from dsv41.formats import MXFP4Experts, quantize_mxfp4
+from dsv41.layers.expert_parallel import ExpertParallel, even_map
+from dsv41.layers.moe import MoE
 from dsv41.ops import pack_experts
 from dsv41.ops.exchange import LocalTransport
 from tests import models
@@ -270,6 +272,26 @@ def test_packed_experts_move_as_they_are() -> None:
     for name in ("w13", "w13_scale", "w2", "w2_scale"):
         a, b = (getattr(e, name).view(torch.uint8) for e in (whole, moved))
         assert same(a[order], b)
+
+
+def test_ranks_pack_alike_whatever_their_scales() -> None:
+    """A packed order depends on the scales of the layer: of all ranks' experts, or they could not move."""
+    cfg = models.config("mini")
+
+    def work(t: LocalTransport) -> tuple[str, str]:
+        group = ExpertParallel(t, even_map(cfg.num_layers, cfg.num_experts, 2), cfg.num_experts)
+        experts = MoE(cfg, cfg.num_experts, cfg.top_k, group.layers[0]).experts
+        for tensor in (experts.w13, experts.w2):
+            tensor.data.random_(0, 256)
+        for scale in (experts.w13_scale, experts.w2_scale):  # other sizes on every rank
+            scale.data.view(torch.uint8).random_(110 + 9 * t.rank, 115 + 9 * t.rank)
+        copies: Any = [p.data.view(torch.uint8).clone().view(p.dtype) for p in experts.parameters()]
+        mine = pack_experts(MXFP4Experts(*copies))
+        experts.pack()
+        return experts.layout, mine.layout
+
+    (first, mine), (second, other) = on_ranks(2, work)
+    assert first == second and mine != other
 
 
 def test_the_window_on_the_device_is_the_window() -> None:

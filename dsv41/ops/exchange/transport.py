@@ -22,7 +22,7 @@ class PeerLost(RuntimeError):
         self.ranks = tuple(ranks)
         named = ", ".join(f"rank {r}" for r in ranks)
         super().__init__(
-            f"{what}: expected an answer of every rank within {seconds:g} s, got none of {named}"
+            f"{what}: expected an answer of every rank within {round(seconds, 1):g} s, got none of {named}"
         )
 
 
