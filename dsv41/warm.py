@@ -81,6 +81,7 @@ def prepare(
         list(pool.map(lambda build: build[0](*build[1]), builds))
     count = 0
     for op, args in calls(cfg, experts or cfg.num_experts, max_requests, step_tokens, drafter):
+        args = packed(op, args, target)
         kernel = op.select(target, args)
         if kernel.startswith("triton"):
             op.load(kernel)(*(_real(a, place.device) for a in args))
@@ -126,6 +127,16 @@ def one_of_each(model: V41Flash) -> list[Block]:
         kind = (attn.ratio, attn.compressor is None, attn.indexer is None, i in cfg.engram.layers)
         kinds.setdefault((*kind, i == cfg.candidate_source, i > cfg.candidate_source), block)
     return list(kinds.values())
+
+
+def packed(op: Op, args: tuple[Any, ...], target: Target) -> tuple[Any, ...]:
+    """A call as it is behind ``model.pack()``: experts in the layout of the target's kernel, if it has one."""
+    if op.name != "mxfp4_moe":
+        return args
+    at = [a.name for a in op._call._schema.arguments].index("layout")
+    other = (*args[:at], "hopper", *args[at + 1 :])
+    taken = any(reason is None for name, reason in op.explain(target, other) if name != "torch")
+    return other if taken else args
 
 
 def _prefill(model: V41Flash, state: V41State, tokens: int) -> None:

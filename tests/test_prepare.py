@@ -68,13 +68,16 @@ def test_launches_ask_for_nothing_that_is_not_compiled(monkeypatch: pytest.Monke
                 return lambda *given: None
 
             monkeypatch.setattr(module, builder, note)
+    monkeypatch.setattr(Target, "of", staticmethod(lambda x: SM90))
     count = 0
     for op, args in flash_calls():
-        if op.name == "mxfp4_moe":
-            args = tuple("hopper" if a == "plain" else a for a in args)
+        args = warm.packed(op, args, SM90)
+        forms = [args]
+        for layout in ("hopper exact 119 120", "hopper fp8 119 120") if op.name == "mxfp4_moe" else ():
+            forms.append(tuple(layout if a == "hopper" else a for a in args))
         kernel = op.select(SM90, args)
-        if kernel == "tilelang_cuda":
-            op.load(kernel)(*args)
+        for form in forms if kernel == "tilelang_cuda" else ():
+            op.load(kernel)(*form)
             count += 1
     assert count > 40 and asked
     assert not asked - ahead, sorted(asked - ahead)
