@@ -130,7 +130,7 @@ def one_of_each(model: V41Flash) -> list[Block]:
 
 
 def packed(op: Op, args: tuple[Any, ...], target: Target) -> tuple[Any, ...]:
-    """A call as it is behind ``model.pack()``: experts in the layout of the target's kernel, if it has one."""
+    """A call as it is behind ``model.pack()``: experts in the layout of the target's kernel, if any."""
     if op.name != "mxfp4_moe":
         return args
     at = [a.name for a in op._call._schema.arguments].index("layout")
