@@ -38,7 +38,13 @@ RULES: dict[str, set[str]] = {
 }
 KERNEL = re.compile(r"_(cuda|npu)$")
 # For the kernel files, which alone import them.
-BUILDERS = {"dsv41.ops._tilelang", "dsv41.ops._triton", "dsv41.ops._ascend"}
+BUILDERS = {
+    "dsv41.ops._triton",
+    "dsv41.ops._tilelang",
+    "dsv41.ops._tilelang.sm100",
+    "dsv41.ops._ascend",
+    "dsv41.ops._ascend.cube",
+}
 
 
 def is_typing(node: ast.If) -> bool:

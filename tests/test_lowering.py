@@ -1,8 +1,9 @@
-"""Every kernel compiles to machine code of its architecture on a machine without a GPU.
+"""Every kernel compiles for each of its targets on a machine without any of them.
 
-CI takes one build of every builder; the `sweep` form takes everything that a model can need. Tensor-core and
-copy-engine instructions must be in the machine code of a file whose sources ask for them. Spills are none, or
-no more than the file (`SPILLS = {"builder": bytes}`) or the table here documents.
+To machine code of SM90 and SM100, to Ascend C of an Ascend 950. CI takes one build of every builder; the
+`sweep` form takes everything that a model can need. Tensor-core and copy-engine instructions must be in the
+machine code of a file whose sources ask for them: wgmma on SM90, tcgen05 on SM100. Spills are none, or no
+more than the file (`SPILLS = {"builder": bytes}`) or the table here documents.
 """
 
 import importlib
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dsv41 import V41FlashConfig
+from dsv41 import V41FlashConfig, support
 from tests.tools import lowering
 
 pytest.importorskip("tilelang")
@@ -28,13 +29,21 @@ SPILLS: dict[str, dict[str, int]] = {
     "dsv41.ops.index.tilelang_cuda": {"_scan": 128},
     "dsv41.ops.moe.tilelang_cuda": {"_gate_up": 16},
 }
-TILELANG, TRITON = lowering.files("tilelang"), lowering.files("triton")
+TILELANG, TRITON, ASCEND = (lowering.files(name) for name in ("tilelang", "triton", "ascend"))
+# Files whose kernels, or those named, are for SM100 as they are: no tensor cores of Hopper in them.
+ROW_WISE: dict[str, tuple[str, ...]] = {
+    "dsv41.ops.compress.tilelang_cuda": (),
+    "dsv41.ops.index.tilelang_cuda": ("_query", "_topk_scan", "_topk_merge"),
+    "dsv41.ops.norm_rope.tilelang_cuda": (),
+    "dsv41.ops.quant.tilelang_cuda": (),
+}
+TCGEN05, TENSOR_MEMORY, COPY = ("UTCQMMA",), ("LDTM",), ("UTMALDG",)
 
 
-def builds(sweep: bool) -> list[Any]:
-    """(module, builder, args) of all files: one a builder, or the rest."""
+def builds(sweep: bool, modules: list[str] = TILELANG) -> list[Any]:
+    """(module, builder, args) of files: one a builder, or the rest."""
     found = []
-    for module in TILELANG:
+    for module in modules:
         seen = set()
         for builder, args in lowering.all_variants(module, CFG):
             first = builder.__name__ not in seen
@@ -109,18 +118,87 @@ def test_the_instructions_asked_for_are_there(module: str) -> None:
     assert not wanted
 
 
+@pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("module", TRITON)
-def test_triton(module: str) -> None:
+def test_triton(module: str, arch: int) -> None:
     """In a process of its own: the interpreter of other tests must not be in the way."""
     loaded = importlib.import_module(module)
     if not hasattr(loaded, "variants"):
         pytest.skip("compiles by itself only")
-    command = [sys.executable, "-m", "tests.tools.lowering", module]
+    command = [sys.executable, "-m", "tests.tools.lowering", module, str(arch)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [list(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert len(rows) == len(lowering.all_variants(module, CFG))
+    variants = lowering.all_variants(module, CFG)
+    assert len(rows) == len(variants if arch == 90 else {kernel for kernel, _ in variants})
     assert all(registers and size and not spills for registers, spills, size in rows)
+
+
+# ---- SM100 ----
+
+
+@pytest.mark.parametrize("module, builder, args", builds(False, list(ROW_WISE)))
+def test_row_wise_builds_for_sm100(module: str, builder: Any, args: Any) -> None:
+    if ROW_WISE[module] and builder.__name__ not in ROW_WISE[module]:
+        pytest.skip("made of Hopper's tensor cores; SM100 has its own or an adapter")
+    made = lowering.lower_tilelang(module, builder, args, "sm_100a")
+    assert made.registers and not made.spills
+
+
+@pytest.mark.parametrize("family", ["linear", "moe"])
+def test_products_on_sm100_are_tcgen05(family: str) -> None:
+    """Products in tensor memory, with scales, fed by the copy engine."""
+    module = f"dsv41.ops.{family}.tilelang_sm100_cuda"
+    made = lowering.lower_tilelang(module, *lowering.all_variants(module, CFG)[0])
+    for wanted in (TCGEN05, TENSOR_MEMORY, COPY, ("UTCCP",)):
+        assert made.has(*wanted), wanted
+    assert not made.has("HMMA", "QMMA", "HGMMA", "QGMMA") and not made.spills
+
+
+def test_a_product_in_registers_on_sm100_is_seen() -> None:
+    """The mistake that compiles without a word: `T.gemm` into a fragment is no tcgen05 there."""
+    import tilelang.language as T
+
+    @T.prim_func
+    def wrong(a: T.Tensor((128, 64), T.bfloat16), b: T.Tensor((64, 64), T.bfloat16), c: T.Tensor((128, 64))):  # type: ignore
+        with T.Kernel(1, threads=128) as _:
+            a_tile, b_tile = T.alloc_shared((128, 64), T.bfloat16), T.alloc_shared((64, 64), T.bfloat16)
+            total = T.alloc_fragment((128, 64), T.float32)
+            T.copy(a, a_tile)
+            T.copy(b, b_tile)
+            T.clear(total)
+            T.gemm(a_tile, b_tile, total, transpose_B=True)
+            T.copy(total, c)
+
+    made = lowering.compile_tilelang(wrong, {}, "sm_100a")
+    assert made.has("HMMA") and not made.has(*TCGEN05) and not made.has(*TENSOR_MEMORY)
+
+
+# ---- Ascend 950 ----
+
+
+def check_ascend(module: str, builder: Any, args: tuple[Any, ...], record: Any) -> None:
+    source = lowering.ascend_source(lowering.program(module, builder, args)[0])
+    record("characters", len(source))
+    family = module.split(".")[2]
+    if family in support.EMULATED:  # a vector kernel, so that the emulation takes it
+        assert "__vector__" in source and ("asc_vf_call<" in source or "asc_copy_ub2gm_align(" in source)
+    else:
+        scaled = builder.__name__ == "_mxfp8"
+        assert ("ascend_blockscaled_gemm_l1<" if scaled else "ascend_gemm_l1<") in source
+        expands = family == "moe" or builder.__name__ == "_group"
+        assert expands == ("ASC_IS_AIV" in source) == ("asc_copy_ub2l1" in source)
+
+
+@pytest.mark.parametrize("module, builder, args", builds(False, ASCEND))
+def test_one_ascend_build_a_builder(module: str, builder: Any, args: Any, record_property: Any) -> None:
+    check_ascend(module, builder, args, record_property)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("module, builder, args", builds(True, ASCEND))
+def test_every_ascend_build(module: str, builder: Any, args: Any, record_property: Any) -> None:
+    check_ascend(module, builder, args, record_property)
 
 
 def test_spills_and_instructions_are_seen() -> None:

@@ -63,8 +63,9 @@ def cuobjdump() -> str | None:
 
 
 def files(toolchain: str) -> list[str]:
-    """Modules of a toolchain's kernel files."""
-    found = sorted(HERE.glob(f"*/{toolchain}_cuda.py"))
+    """Modules of a toolchain's kernel files: "tilelang", "triton" (both CUDA) or "ascend"."""
+    pattern = "*/tilelang_npu.py" if toolchain == "ascend" else f"*/{toolchain}*_cuda.py"
+    found = sorted(HERE.glob(pattern))
     return [f"dsv41.ops.{path.parent.name}.{path.stem}" for path in found]
 
 
@@ -74,11 +75,13 @@ def all_variants(module: str, cfg: Any) -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def program(module: str, builder: Any, args: tuple[Any, ...]) -> tuple[Any, dict[str, Any], str]:
-    """The `T.prim_func` that a builder would compile, its pass configurations and its architecture."""
+    """The `T.prim_func` that a builder would compile, its pass configurations and its architecture ("" on
+    Ascend).
+    """
     loaded: Any = importlib.import_module(module)
     kept, caught = loaded.build, []
 
-    def catch(func: Any, arch: str, **configs: Any) -> Any:
+    def catch(func: Any, arch: str = "", **configs: Any) -> Any:
         caught.append((func, configs, arch))
 
     loaded.build = catch
@@ -104,13 +107,17 @@ def ascend_source(func: Any) -> str:
 @functools.cache
 def lower_tilelang(module: str, builder: Any, args: tuple[Any, ...], arch: str | None = None) -> Lowered:
     """Compile one build of a TileLang kernel file with nvcc (for another architecture than its own too)."""
+    func, configs, own = program(module, builder, args)
+    return compile_tilelang(func, configs, arch or own)
+
+
+def compile_tilelang(func: Any, configs: dict[str, Any], arch: str) -> Lowered:
+    """Compile a TileLang program with nvcc."""
     import tilelang
     from tilelang import tvm
     from tilelang.backend.target import determine_target
     from tilelang.contrib import nvcc as options
 
-    func, configs, own = program(module, builder, args)
-    arch = arch or own
     target: Any = determine_target({"kind": "cuda", "arch": arch}, return_object=True)
     passes = {getattr(tilelang.PassConfigKey, k).value: v for k, v in configs.items()}
     with tvm.transform.PassContext(opt_level=3, config=passes), target:
@@ -174,11 +181,15 @@ def disassemble(cubin: Path) -> str:
 
 
 if __name__ == "__main__":
-    # python -m tests.tools.lowering MODULE: the builds of a Triton file, in a process of their own
+    # python -m tests.tools.lowering MODULE ARCH: the builds of a Triton file, in a process of their own; for
+    # another architecture than 90 one a kernel.
     import sys
 
     from dsv41 import V41FlashConfig
 
-    for number in range(len(all_variants(sys.argv[1], V41FlashConfig()))):
-        made = lower_triton(sys.argv[1], number)
-        print(made.registers, made.spills, len(made.sass))
+    seen: set[Any] = set()
+    for number, (kernel, _) in enumerate(all_variants(sys.argv[1], V41FlashConfig())):
+        if sys.argv[2] == "90" or kernel not in seen:
+            made = lower_triton(sys.argv[1], number, int(sys.argv[2]))
+            print(made.registers, made.spills, len(made.sass))
+        seen.add(kernel)

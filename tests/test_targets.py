@@ -1,0 +1,98 @@
+"""Three targets from one API: what each would run, and what a machine that nobody built for is told."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsv41 import Target, doctor, support
+from dsv41._op import Unsupported, ops
+
+SM100, NPU = support.TARGETS["CUDA SM100"], support.TARGETS["Ascend 950"]
+NOBODY = [Target("cuda", 80), Target("cuda", 120), Target("rocm"), Target("xpu")]
+
+
+@pytest.mark.parametrize(
+    "op, sm100, npu",
+    [
+        ("rms_norm", "tilelang_cuda", "tilelang_npu"),
+        ("write_cache", "tilelang_cuda", "tilelang_npu"),
+        ("quantize_mxfp8", "tilelang_cuda", "tilelang_npu"),
+        ("mhc_boundary", "triton_cuda", "tilelang_npu"),
+        ("block_linear", "deepgemm_cuda", "tilelang_npu"),
+        ("mxfp4_moe", "deepgemm_cuda", "tilelang_npu"),
+        ("sparse_attn", "flashmla_cuda", None),
+        ("index_topk", "deepgemm_cuda", None),
+    ],
+)
+def test_selection(op: str, sm100: str, npu: str | None) -> None:
+    assert ops()[op].select(SM100) == sm100
+    if npu:
+        assert ops()[op].select(NPU) == npu
+    else:
+        with pytest.raises(Unsupported, match="built for cuda"):
+            ops()[op].select(NPU)
+
+
+def test_without_libraries_sm100_has_kernels_of_its_own() -> None:
+    bare = Target("cuda", 100, frozenset({"tilelang", "nvcc", "triton"}))
+    assert ops()["block_linear"].select(bare) == "tilelang_sm100_cuda"
+    assert ops()["mxfp4_moe"].select(bare) == "tilelang_sm100_cuda"
+    assert ops()["sparse_attn"].select(bare) == "triton_cuda"
+
+
+@pytest.mark.parametrize("target", NOBODY, ids=str)
+def test_nobody_built_for_it(target: Target) -> None:
+    """Every op either has a portable kernel there or says why none of its kernels takes it."""
+    refused = 0
+    for op in ops().values():
+        try:
+            chosen = op.select(target)
+        except Unsupported as told:
+            refused += 1
+            lines = str(told).splitlines()
+            assert len(lines) == 2 + len(op.kernels) and str(target) in lines[0]
+            for kernel, line in zip(op.kernels, lines[1:], strict=False):
+                assert line.split()[0] == kernel.name and len(line.split()) > 1
+        else:
+            assert chosen in ("triton_cuda", "torch_cuda") and target.device == "cuda"
+    assert refused == len(ops()) if target.device != "cuda" else 0 < refused < len(ops())
+
+
+def test_importing_everything_needs_no_target() -> None:
+    code = "import dsv41, dsv41.ops, dsv41.layers; assert not dsv41.ops.rms_norm is None"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("target", [SM100, NPU], ids=str)
+def test_doctor_says_what_would_run(target: Target) -> None:
+    rows = {row["op"]: row for row in doctor.diagnose(target)}
+    assert rows.keys() == ops().keys()
+    for row in rows.values():
+        assert row["kernel"] or row["refused"]
+
+
+def test_every_blank_has_a_reason_and_every_claim_a_test() -> None:
+    tests = Path(__file__).parent
+    emulating = "".join(path.read_text("utf-8") for path in tests.glob("test_ascend*.py"))
+    emulating += (tests / "ops" / "test_step_kernels.py").read_text("utf-8")
+    emulating += (tests / "spec" / "test_verify_kernels.py").read_text("utf-8")
+    for name, op in ops().items():
+        for label, target in support.TARGETS.items():
+            text = support.cell(name, target)
+            assert text != "-", f"{name} on {label}: no kernel and no reason"
+            if "*emulated*" in text:
+                assert name in emulating or name.startswith("quantize_"), name
+        has_npu = any(kernel.device == "npu" for kernel in op.kernels)
+        assert has_npu != (name in support.MISSING), f"{name}: a kernel and a reason for none"
+
+
+def test_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, numbers in support.counts().items():
+        assert sum(numbers.values()) == len(ops())
+        with capsys.disabled():
+            print(f"\n{name}: " + ", ".join(f"{n} {kind}" for kind, n in numbers.items() if n), end="")
+    assert support.counts()["Ascend 950"]["emulated"] >= 22
+    assert support.counts()["CUDA SM100"]["none"] == 0
