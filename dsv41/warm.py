@@ -23,8 +23,8 @@ from .layers import V41Flash, V41State
 from .layers.block import Block
 from .layers.engram import TokenMap
 from .memory import rank_model
-from .ops.verify import sample_tokens
-from .spec import DecodeGraphs
+from .ops.verify import sample_tokens, split_budget_ragged
+from .spec import DecodeGraphs, default_sizes
 
 Build = tuple[Callable[..., Any], tuple[Any, ...]]
 Call = tuple[Op, tuple[Any, ...]]
@@ -91,14 +91,26 @@ def prepare(
 
 
 def variants(cfg: V41FlashConfig, target: Target) -> list[Build]:
-    """(builder, arguments) of all kernels that are compiled ahead for a target."""
+    """(builder, arguments) of all kernels that are compiled ahead for a target.
+
+    Files name the architecture that they were written for; most of their kernels are for any. Those that are
+    not are named by the file's ``HOPPER_ONLY``.
+    """
     modules = {
         f"{op.package}.{kernel.name}"
         for op in ops().values()
         for kernel in op.kernels
         if kernel.name.startswith("tilelang") and kernel.refusal(target, None) is None
     }
-    return [build for name in sorted(modules) for build in importlib.import_module(name).variants(cfg)]
+    found = []
+    for module in map(importlib.import_module, sorted(modules)):
+        only = getattr(module, "HOPPER_ONLY", ()) if target.arch != 90 else ()
+        for builder, args in module.variants(cfg):
+            if builder.__name__ not in only:
+                if target.device == "cuda":
+                    args = tuple(f"sm_{target.arch}a" if str(a)[:3] == "sm_" else a for a in args)
+                found.append((builder, args))
+    return found
 
 
 def calls(
@@ -116,6 +128,8 @@ def calls(
                     requests, requests * (1 + cfg.draft.block_size * drafter)
                 )
             _prefill(model, state, step_tokens)
+        for requests in {r for r, _ in default_sizes(max_requests, 0)}:
+            _split(requests, cfg.draft.block_size if drafter else 1)
     return list(found.values())
 
 
@@ -127,6 +141,17 @@ def one_of_each(model: V41Flash) -> list[Block]:
         kind = (attn.ratio, attn.compressor is None, attn.indexer is None, i in cfg.engram.layers)
         kinds.setdefault((*kind, i == cfg.candidate_source, i > cfg.candidate_source), block)
     return list(kinds.values())
+
+
+def _split(requests: int, block: int) -> None:
+    """The split of a budget, whose kernel is made for a number of requests."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows = {name: meta(requests) for name in ("hi", "base", "bonus")}
+    confidence, start = meta(requests, block, dtype=torch.float32), meta(requests, dtype=torch.int64)
+    split_budget_ragged(confidence, meta(1), start=start, rotation=meta(1), **rows)
 
 
 def packed(op: Op, args: tuple[Any, ...], target: Target) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv41 import Target, doctor, support
+from dsv41 import Target, V41FlashConfig, doctor, support, warm
 from dsv41._op import Unsupported, ops
 
 SM100, NPU = support.TARGETS["CUDA SM100"], support.TARGETS["Ascend 950"]
@@ -58,6 +58,16 @@ def test_nobody_built_for_it(target: Target) -> None:
         else:
             assert chosen in ("triton_cuda", "torch_cuda") and target.device == "cuda"
     assert refused == len(ops()) if target.device != "cuda" else 0 < refused < len(ops())
+
+
+def test_what_is_compiled_ahead_is_for_the_target() -> None:
+    cfg = V41FlashConfig()
+    for target, arch in ((SM100, "sm_100a"), (support.TARGETS["CUDA SM90"], "sm_90a"), (NPU, None)):
+        builds = warm.variants(cfg, target)
+        found = {a for _, args in builds for a in args if str(a).startswith("sm_")}
+        assert found == ({arch} if arch else set()) and len(builds) > 10
+        names = {f"{builder.__module__}.{builder.__name__}" for builder, _ in builds}
+        assert ("dsv41.ops.index.tilelang_cuda._scan" in names) == (arch == "sm_90a")
 
 
 def test_importing_everything_needs_no_target() -> None:

@@ -11,6 +11,7 @@ from .api import GRID, rows_together
 
 HERE = Path(__file__).parent
 ARCH = "sm_90a"
+HOPPER_ONLY = ("_scan", "_merge")  # what scores with wgmma and goes with it; the others are for any
 FORMATS = {"mxfp4": 0, "fp8": 1}
 HEADS, THREADS, SCAN_THREADS = 32, 256, 288
 
