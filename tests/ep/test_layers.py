@@ -12,6 +12,8 @@ from dsv41.layers import V41Flash, V41State
 from dsv41.layers.expert_parallel import ExpertParallel, even_map, even_table, forward_complete
 from dsv41.layers.weights import load, write_synthetic
 from dsv41.ops.exchange import LocalTransport
+from dsv41.replay import ReplayConfig, ReplayGeometry, ReplayMode
+from dsv41.replay.chunked import prefill
 from tests import models
 from tests.ep.models import CFG, KIND, PROMPTS, build, generate, random_map
 from tests.ep.ranks import on_ranks
@@ -42,6 +44,30 @@ def test_equals_one_rank(ranks: int, spare: int, capacity: int | None) -> None:
     """Random maps with copies; rank 2 has no request. Three ranks: experts that do not divide, slots do."""
     slots = CFG.num_experts + ranks * spare
     assert_equal_to_one_rank(ranks, random_map(ranks, slots - slots % ranks, slots), capacity)
+
+
+def test_a_prefill_under_bounded_replay() -> None:
+    """Decoder layers run fewer rows than encoder layers; both are exchanged and counted."""
+    geometry = ReplayGeometry.from_config(CFG)
+    config = ReplayConfig(ReplayMode.COMPACT, geometry.min_keep, geometry=geometry)
+    length = 3 * geometry.min_keep
+
+    def replayed(model: V41Flash, rank: int) -> torch.Tensor:
+        state = V41State.allocate(CFG, 1, 64)
+        return prefill(model, models.text(KIND, length, seed=rank), state, config, geometry=geometry)
+
+    def work(t: LocalTransport) -> torch.Tensor:
+        model = build(t, random_map(2, 10, 4))
+        logits = replayed(model, t.rank)
+        assert model.ep is not None
+        rows = (model.ep.counts.sum(1) // CFG.top_k).tolist()
+        first = CFG.first_decoder_layer
+        assert rows[:first] == [length] * first and rows[-1] == geometry.min_keep
+        return logits
+
+    with accumulate(torch.float64):
+        got = on_ranks(2, work)
+        assert all(same(logits, replayed(models.model(KIND), rank)) for rank, logits in enumerate(got))
 
 
 def prefer_the_last_four(model: Any) -> None:
