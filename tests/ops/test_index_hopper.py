@@ -163,8 +163,8 @@ class Scene:
                     cuda_emu.SHARED,
                 ],
                 grid=(grid, together),
-                threads=256,
-                shared_bytes=kernel.merge_bytes(publish),
+                threads=kernel.MERGE_THREADS,
+                shared_bytes=kernel.MERGE_BYTES,
                 schedules=(schedule,),
                 uninitialised="allow",
             )
@@ -320,15 +320,25 @@ def run_topk(
     ids = torch.full((rows, k), 77, dtype=torch.int32)
     scratch = torch.full((2 * grid * (8 * ROOM + 4),), 255, dtype=torch.uint8)
     size, text = tilelang_cuda.TOPK_BYTES, tilelang_cuda.source("topk.cuh")
-    keys: dict[str, Any] = {"grid": grid, "threads": 256, "shared_bytes": size, "schedules": (schedule,)}
+    merged = tilelang_cuda.MERGE_BYTES
+    keys: dict[str, Any] = {"grid": grid, "schedules": (schedule,)}
     few = [ids, scratch, rows, width]
     cuda_emu.emulate(
         text,
         f"topk_rows::scan<{size}>",
         [scores, lens, *few, scores.stride(0), k, grid, cuda_emu.SHARED],
+        threads=256,
+        shared_bytes=size,
         **keys,
     )
-    cuda_emu.emulate(text, f"topk_rows::merge<{size}>", [lens, *few, k, grid, cuda_emu.SHARED], **keys)
+    cuda_emu.emulate(
+        text,
+        f"topk_rows::merge<{merged}>",
+        [lens, *few, k, grid, cuda_emu.SHARED],
+        threads=tilelang_cuda.MERGE_THREADS,
+        shared_bytes=merged,
+        **keys,
+    )
     return ids
 
 

@@ -17,7 +17,7 @@ constexpr int kTile = 128;   // keys a tile: two products of 64 rows
 constexpr int kQuad = 4;     // keys that always lie together: the least page and the least candidate block
 constexpr int kThreads = 288;
 constexpr int kGroups = 2;   // of four warps
-constexpr int kBatch = 2;    // tiles a group takes between two looks at the lists
+constexpr int kLook = 4;     // a list that has not room for so many tiles is cut
 constexpr int kMost = 512, kBlockMost = 2048;  // entries and blocks of a query
 constexpr int kSlack = 256, kBlockSlack = 512;  // more of them in lists that are merged later
 constexpr int kListRoom = kMost + kSlack, kBlockRoom = kBlockMost + kBlockSlack;
@@ -47,7 +47,7 @@ struct Args {
 template <int FORMAT, int NQ, bool PUBLISH>
 struct Shared {
   static constexpr int kValues = FORMAT == kMXFP4 ? 64 : 128;
-  static constexpr int kStages = FORMAT == kMXFP4 ? 6 : 4;
+  static constexpr int kStages = FORMAT != kMXFP4 ? 4 : NQ > 1 ? 6 : PUBLISH ? 5 : 8;
   static constexpr int kCap = 2048, kBlockCap = 4096;
   uint8_t b[NQ][kHeads * 128];
   uint8_t values[kStages][kTile * kValues];
@@ -61,9 +61,10 @@ struct Shared {
   choose::Share share;
   float weight[NQ][kHeads];
   int sums[32];
+  Args args;       // for functions that are not inlined
   uint32_t signs;  // 0x40404040, which the compiler shall not know
   int top[NQ][kHeads];
-  int exponent[NQ];  // of the powers that b and weight leave out; kPlain: b cannot hold the query
+  bool plain[NQ];  // b and weight cannot hold the query
   int visible[NQ];
   int count[3][NQ], block_count[3][NQ];
 };
@@ -191,22 +192,24 @@ __device__ void load_queries(const Args& args, S& s, int unit, int tid) {
     }
   }
   choose::sync();
-#pragma unroll
-  for (int m = 0; m < NQ; ++m) {
+  const int m = tid / 32;
+  if (m < NQ) {
     const int top = s.top[m][lane];
-    int most = top;  // the largest power of a head is the query's
-    for (int step = 16; step > 0; step /= 2) {
-      const int other = __shfl_xor_sync(~0u, most, step);
-      most = other > most ? other : most;
-    }
-    if (tid / 32 == m) {
-      const bool real = lane < args.heads && unit * NQ + m < args.tokens;
-      const float w = real ? args.weights[static_cast<int64_t>(unit * NQ + m) * args.heads + lane] : 0.0f;
-      // Half of it: the sum over heads takes x + |x|, which is twice relu(x).
-      s.weight[m][lane] = top > 0 ? scaled(0.5f * w, top - most) : 0.5f * w;
-      if (lane == 0) s.exponent[m] = most >= kPlain ? kPlain : most - 6 - 127;
-    }
+    const bool real = lane < args.heads && unit * NQ + m < args.tokens;
+    const float w = real ? args.weights[static_cast<int64_t>(unit * NQ + m) * args.heads + lane] : 0.0f;
+    // Half of it: the sum over heads takes x + |x|, which is twice relu(x).
+    const float weight = top > 0 ? scaled(0.5f * w, top - 6 - 127) : 0.5f * w, size = fabsf(weight);
+    s.weight[m][lane] = weight;
+    // Sums of the products are far from both ends of float32.
+    const bool fits = top != kPlain && (w == 0.0f || (size > power(-60) && size < power(60)));
+    const bool plain = __any_sync(~0u, !fits);
+    if (lane == 0) s.plain[m] = plain;
   }
+}
+
+// Whether a group of a key fits: the code of the key's first group, and this one's relative to it. 255 is NaN.
+__device__ __forceinline__ bool fits(int first, int d) {
+  return static_cast<uint32_t>(d + 5) <= 11 && first + d != 255;
 }
 
 // A score by plain arithmetic, each step in float32; lane = head. `key` is the row in shared memory.
@@ -243,18 +246,23 @@ __device__ __noinline__ float plain_score(const Args& args, int t, const uint8_t
   return sum;
 }
 
-// Rows of 64 keys as operand A. Returns whether one of the lane's two rows does not fit.
+// What has been seen of the scales of rows: the largest of d + 5 and of the codes (see `fits`).
+struct Seen {
+  uint32_t far = 0, code = 0;
+  __device__ __forceinline__ bool all_fit() const { return far <= 11 && code < 255; }
+};
+
+// Rows of 64 keys as operand A.
 template <int FORMAT>
-__device__ __forceinline__ bool load_keys(const uint8_t* values, const uint32_t* scales, uint32_t signs, uint32_t row,
-                                          uint32_t c, uint32_t (&a)[4][4]) {
+__device__ __forceinline__ void load_keys(const uint8_t* values, const uint32_t* scales, uint32_t signs, uint32_t row,
+                                          uint32_t c, uint32_t (&a)[4][4], Seen& seen) {
   constexpr int BYTES = FORMAT == kMXFP4 ? 64 : 128;
   const uint8_t* at = values + row * BYTES + c * (BYTES / 4);
+  const uint8_t* codes = reinterpret_cast<const uint8_t*>(scales + row);
   if constexpr (FORMAT == kMXFP4) {
     const uint4 x = *reinterpret_cast<const uint4*>(at), y = *reinterpret_cast<const uint4*>(at + 8 * BYTES);
-    const uint32_t scale0 = scales[row], scale1 = scales[row + 8];
     // A group's power relative to the row's first group; `low` and `high` are its table of magnitudes.
-    const int e0 = scale0 & 255, d0 = static_cast<int>(scale0 >> (8 * c) & 255) - e0;
-    const int e1 = scale1 & 255, d1 = static_cast<int>(scale1 >> (8 * c) & 255) - e1;
+    const uint32_t n0 = codes[c], n1 = codes[32 + c], d0 = n0 - codes[0], d1 = n1 - codes[32];
     const uint32_t low0 = 0x3C383000u + d0 * 0x08080800u, high0 = 0x4C484440u + d0 * 0x08080808u;
     const uint32_t low1 = 0x3C383000u + d1 * 0x08080800u, high1 = 0x4C484440u + d1 * 0x08080808u;
     const uint32_t first[4] = {x.x, x.y, x.z, x.w}, second[4] = {y.x, y.y, y.z, y.w};
@@ -263,7 +271,8 @@ __device__ __forceinline__ bool load_keys(const uint8_t* values, const uint32_t*
       decode(first[i], low0, high0, signs, a[i][0], a[i][2]);
       decode(second[i], low1, high1, signs, a[i][1], a[i][3]);
     }
-    return static_cast<uint32_t>(d0 + 5) > 11 || static_cast<uint32_t>(d1 + 5) > 11 || (e0 > e1 ? e0 : e1) > 248;
+    seen.far = d0 + 5 > seen.far ? d0 + 5 : seen.far, seen.far = d1 + 5 > seen.far ? d1 + 5 : seen.far;
+    seen.code = n0 > seen.code ? n0 : seen.code, seen.code = n1 > seen.code ? n1 : seen.code;
   } else {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -272,7 +281,6 @@ __device__ __forceinline__ bool load_keys(const uint8_t* values, const uint32_t*
       a[2 * i][0] = x.x, a[2 * i][2] = x.y, a[2 * i + 1][0] = x.z, a[2 * i + 1][2] = x.w;
       a[2 * i][1] = y.x, a[2 * i][3] = y.y, a[2 * i + 1][1] = y.z, a[2 * i + 1][3] = y.w;
     }
-    return false;
   }
 }
 
@@ -321,26 +329,30 @@ struct Run {
   uint32_t warp, lane, c, row;  // of the group; row: the lane's first one
   bool plain;                   // a query that b cannot hold
   uint32_t signs;
-  int visible, left_out;        // of the one query
+  int visible;                  // of the one query
+  uint32_t bar_high;            // upper half of the one query's bar
   int (&base)[NQ];
   int (&block_base)[NQ];
 
   __device__ Run(const Args& args, S& s, int unit, int first, uint32_t tid, int (&base)[NQ], int (&block_base)[NQ])
-      : args(args), s(s), unit(unit), first(first), warp(tid / 32 % 4), lane(tid % 32), c(tid % 4),
-        row(16 * warp + lane / 4), plain(false), signs(s.signs), visible(s.visible[first]),
-        left_out(s.exponent[first]), base(base), block_base(block_base) {
-    for (int m = 0; m < COUNT; ++m) plain |= s.exponent[first + m] == kPlain;
+      : args(args), s(s), unit(unit), first(first), warp(tid / 32 % 4), lane(hopper::opaque(tid % 32)), c(hopper::opaque(tid % 4)),
+        row(hopper::opaque(16 * warp + lane / 4)), plain(false), signs(s.signs), visible(s.visible[first]),
+        base(base), block_base(block_base) {
+    for (int m = 0; m < COUNT; ++m) plain |= s.plain[first + m];
   }
 
-  __device__ __forceinline__ float unscale(float sum, uint32_t scale, int m) const {
-    const int exponent = COUNT == 1 ? left_out : s.exponent[m];
-    if (FORMAT == kMXFP4) return scaled(sum, static_cast<int>(scale & 255) - 127 + exponent);
-    return scaled(sum * __uint_as_float(scale), exponent);
+  // The scale of a row: for MXFP4 that of its first group.
+  static __device__ __forceinline__ float scale_of(const uint32_t* scales, uint32_t row) {
+    if (FORMAT == kMXFP4) {
+      const uint32_t bits = static_cast<uint32_t>(*reinterpret_cast<const uint8_t*>(scales + row)) << 23;
+      return __uint_as_float(bits > 0x00400000u ? bits : 0x00400000u);  // 2^-127 is subnormal
+    }
+    return __uint_as_float(scales[row]);
   }
 
   // Rows whose form is another one. It depends on the row and the query alone, so that a score does too. By value,
   // and apart: the usual way past it shall not pay for it.
-  static __device__ __noinline__ float replace(const Args& args, S& s, int stage, int half, int unit, int pair,
+  static __device__ __noinline__ float replace(S& s, int stage, int half, int unit, int pair,
                                                int warp, int lane, float out) {
     const int c = lane % 4;
 #pragma unroll 1
@@ -351,14 +363,14 @@ struct Run {
       if (FORMAT == kMXFP4)
         for (int g = 0; g < 4; ++g) {
           const int e = scales & 255, d = static_cast<int>(scales >> (8 * g) & 255) - e;
-          key |= static_cast<uint32_t>(d + 5) > 11 || e > 248;
+          key |= !fits(e, d);
         }
       if (s.entry[stage][row / kQuad] < 0) continue;
 #pragma unroll 1
       for (int m = 0; m < PAIR; ++m) {
         const int t = unit * NQ + pair + m;
-        if (t >= args.tokens || !(key || s.exponent[pair + m] == kPlain)) continue;
-        const float x = plain_score<FORMAT>(args, t, &s.values[stage][row * S::kValues], scales, lane);
+        if (t >= s.args.tokens || !(key || s.plain[pair + m])) continue;
+        const float x = plain_score<FORMAT>(s.args, t, &s.values[stage][row * S::kValues], scales, lane);
         if (lane / 4 == i % 8 && (c & 1) == i / 8 && (c >> 1) == (COUNT == 1 ? half : m)) out = x;
       }
     }
@@ -374,6 +386,7 @@ struct Run {
       return;
     }
     const uint32_t order = choose::ordered(score);
+    if (COUNT == 1 && !PUBLISH && !__any_sync(~0u, live && order >= bar_high && order <= choose::kInfinity)) return;
     const uint64_t key = choose::key_of(order, entry);
     add(s.list, base, s.count[slot], live && choose::passes(order, key, s.bar[m]), key, pair);
     if constexpr (PUBLISH) {
@@ -412,61 +425,67 @@ struct Run {
     hopper::barrier_wait(&s.full[stage], phase);
     const uint8_t* values = s.values[stage];
     const uint32_t* scales = s.scales[stage];
-    uint32_t a0[4][4], a1[4][4];
     if constexpr (COUNT == 1) {
-      float d0[16], d1[16], x0, x1, y0, y1;
-      bool bad = load_keys<FORMAT>(values, scales, signs, row, c, a0);
+      uint32_t a0[4][4], a1[4][4];
+      float d0[16], d1[16], w[8], x0, x1, y0, y1;
+      Seen seen;
+      load_keys<FORMAT>(values, scales, signs, row, c, a0, seen);
+      load_keys<FORMAT>(values, scales, signs, row + 64, c, a1, seen);
       multiply(d0, a0, operand(first));
-      bad |= load_keys<FORMAT>(values, scales, signs, row + 64, c, a1);
       multiply(d1, a1, operand(first));
       const uint32_t mine = row + 8 * (c & 1) + 64 * (c >> 1);
       int entry = s.entry[stage][mine / kQuad];
-      const uint32_t scale = scales[mine];
+      if (entry >= 0) entry += mine % kQuad;
+      const float scale = scale_of(scales, mine);
+      load_weights(s, first, c, w);
       hopper::wgmma_wait<1>();
       hopper::keep(d0);
-      float weights[8];
-      load_weights(s, first, c, weights);
-      weigh(d0, weights, x0, x1);
+      weigh(d0, w, x0, x1);
       hopper::wgmma_wait<0>();
       hopper::keep(d1);
-      weigh(d1, weights, y0, y1);
+      weigh(d1, w, y0, y1);
       // Lane c: row c % 2 of half c / 2.
       const float x = (c & 1 ? x1 : x0) + __shfl_xor_sync(~0u, c & 1 ? x0 : x1, 1);
       const float y = (c & 1 ? y1 : y0) + __shfl_xor_sync(~0u, c & 1 ? y0 : y1, 1);
-      float out = unscale((c & 2 ? y : x) + __shfl_xor_sync(~0u, c & 2 ? x : y, 2), scale, first);
-      if (__any_sync(~0u, bad) || plain)
+      float out = ((c & 2 ? y : x) + __shfl_xor_sync(~0u, c & 2 ? x : y, 2)) * scale;
+      if (__any_sync(~0u, !seen.all_fit()) || plain)
 #pragma unroll 1
-        for (int half = 0; half < 2; ++half) out = replace(args, s, stage, half, unit, first, warp, lane, out);
-      __syncwarp();
-      if (lane == 0) hopper::barrier_arrive(&s.empty[stage]);
-      if (entry >= 0) entry += mine % kQuad;
+        for (int half = 0; half < 2; ++half) out = replace(s, stage, half, unit, first, warp, lane, out);
+      release(stage);
       take(out, first, entry, slot);
     } else {
+      uint32_t a0[4][4], a1[4][4];
       // One product runs while the one before is summed up.
-      float d0[PAIR * 16], d1[PAIR * 16];
-      const bool bad0 = load_keys<FORMAT>(values, scales, signs, row, c, a0);
+      float d0[PAIR * 16], d2[PAIR * 16];
+      Seen seen0, seen1;
+      load_keys<FORMAT>(values, scales, signs, row, c, a0, seen0);
       multiply(d0, a0, operand(0));
-      multiply(d1, a0, operand(PAIR));
-      const bool bad1 = load_keys<FORMAT>(values, scales, signs, row + 64, c, a1);
+      multiply(d2, a0, operand(PAIR));
+      load_keys<FORMAT>(values, scales, signs, row + 64, c, a1, seen1);
       hopper::wgmma_wait<1>();
-      finish(d0, bad0, stage, 0, 0, slot);
+      finish(d0, !seen0.all_fit(), stage, 0, 0, slot);
       multiply(d0, a1, operand(0));
       hopper::wgmma_wait<1>();
-      finish(d1, bad0, stage, 0, PAIR, slot);
-      multiply(d1, a1, operand(PAIR));
+      finish(d2, !seen0.all_fit(), stage, 0, PAIR, slot);
+      multiply(d2, a1, operand(PAIR));
       hopper::wgmma_wait<1>();
-      finish(d0, bad1, stage, 1, 0, slot);
+      finish(d0, !seen1.all_fit(), stage, 1, 0, slot);
       hopper::wgmma_wait<0>();
-      finish(d1, bad1, stage, 1, PAIR, slot);
-      __syncwarp();
-      if (lane == 0) hopper::barrier_arrive(&s.empty[stage]);
+      finish(d2, !seen1.all_fit(), stage, 1, PAIR, slot);
+      release(stage);
     }
+  }
+
+  __device__ __forceinline__ void release(int stage) {
+    __syncwarp();
+    if (lane == 0) hopper::barrier_arrive(&s.empty[stage]);
   }
 
   // From the product of half a tile and the queries from `pair` on to the lists.
   __device__ __forceinline__ void finish(float (&d)[PAIR * 16], bool bad, int stage, int half, int pair, int slot) {
     hopper::keep(d);
-    const uint32_t mine = row + 8 * (c & 1) + 64 * half, scale = s.scales[stage][mine];
+    const uint32_t mine = row + 8 * (c & 1) + 64 * half;
+    const float scale = scale_of(s.scales[stage], mine);
     int entry = s.entry[stage][mine / kQuad];
     float sums[PAIR];
 #pragma unroll
@@ -478,8 +497,8 @@ struct Run {
     }
     const bool upper = PAIR == 2 && (c & 2);
     float out = (upper ? sums[PAIR - 1] : sums[0]) + __shfl_xor_sync(~0u, upper ? sums[0] : sums[PAIR - 1], 2);
-    out = unscale(out, scale, PAIR == 2 ? pair + (c >> 1) : pair);
-    if (__any_sync(~0u, bad) || plain) out = replace(args, s, stage, half, unit, pair, warp, lane, out);
+    out *= scale;
+    if (__any_sync(~0u, bad) || plain) out = replace(s, stage, half, unit, pair, warp, lane, out);
     entry = entry >= 0 && (PAIR == 2 || c < 2) ? entry + static_cast<int>(mine % kQuad) : -1;
     take(out, pair, entry, slot);
   }

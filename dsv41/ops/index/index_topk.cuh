@@ -9,9 +9,12 @@ struct Ring {
   using S = Shared<FORMAT, NQ, PUBLISH>;
   int stage = 0;
   uint32_t phase = 0;
-  __device__ void next(int by = 1) {
+  __device__ __forceinline__ void next(int by = 1) {  // up to kStages
     stage += by;
-    while (stage >= S::kStages) stage -= S::kStages, phase ^= 1;
+    if (stage >= S::kStages) stage -= S::kStages, phase ^= 1;
+  }
+  __device__ __forceinline__ void skip(int by) {
+    stage += by, phase ^= stage / S::kStages & 1, stage %= S::kStages;
   }
 };
 
@@ -70,16 +73,24 @@ __device__ void score_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Ring
   using S = Shared<FORMAT, NQ, PUBLISH>;
   const int group = tid / 128;
   Run<COUNT, FORMAT, NQ, PUBLISH, SELECT> run(args, s, unit, first, tid, base, block_base);
-  constexpr int STEP = kGroups * kBatch;
-  for (int start = 0; start < tiles; start += STEP, round = round == 2 ? 0 : round + 1) {
+  for (int start = 0, step; start < tiles; start += step, round = round == 2 ? 0 : round + 1) {
     const int slot = round;
-#pragma unroll 1
-    for (int i = group; i < STEP && start + i < tiles; i += kGroups) {
-      Ring<FORMAT, NQ, PUBLISH> own = ring;
-      own.next(i);
-      run.tile(own.stage, own.phase, slot);
+    step = tiles - start;
+    if constexpr (SELECT) {
+      // What surely fits into the lists.
+#pragma unroll
+      for (int m = 0; m < NQ; ++m) {
+        const int room = (S::kCap - base[m]) / kTile, blocks = (S::kBlockCap - block_base[m]) / (kTile / kQuad);
+        step = room < step ? room : step;
+        if (PUBLISH) step = blocks < step ? blocks : step;
+      }
+      run.bar_high = static_cast<uint32_t>(s.bar[first] >> 32);
     }
-    ring.next(tiles - start < STEP ? tiles - start : STEP);
+    Ring<FORMAT, NQ, PUBLISH> own = ring;
+    own.next(group);
+#pragma unroll 1
+    for (int i = group; i < step; i += kGroups, own.next(kGroups)) run.tile(own.stage, own.phase, slot);
+    ring.skip(step);
     if constexpr (SELECT) {
       choose::sync();
 #pragma unroll
@@ -93,15 +104,14 @@ __device__ void score_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Ring
       }
 #pragma unroll
       for (int m = 0; m < NQ; ++m) {
-        uint64_t bar;
-        if (base[m] > S::kCap - STEP * kTile) {
-          base[m] = choose::cut<S::kCap / 256>(s.list[m], base[m], args.k, 128, s.work, tid, bar);
-          if (tid == 0) s.bar[m] = bar;
+        if (base[m] > S::kCap - kLook * kTile) {
+          base[m] = choose::cut<S::kCap / 256>(s.list[m], base[m], args.k, 128, s.work, tid);
+          if (tid == 0) s.bar[m] = s.work.bar;
           choose::sync();
         }
-        if (PUBLISH && block_base[m] > S::kBlockCap - STEP * (kTile / kQuad)) {
-          block_base[m] = choose::cut<S::kBlockCap / 256>(s.block_list[m], block_base[m], args.num_blocks, 256, s.work, tid, bar);
-          if (tid == 0) s.block_bar[m] = bar;
+        if (PUBLISH && block_base[m] > S::kBlockCap - kLook * (kTile / kQuad)) {
+          block_base[m] = choose::cut<S::kBlockCap / 256>(s.block_list[m], block_base[m], args.num_blocks, 256, s.work, tid);
+          if (tid == 0) s.block_bar[m] = s.work.bar;
           choose::sync();
         }
       }
@@ -147,7 +157,7 @@ __device__ void scan(const void* q, const void* q_scale, const void* weights, co
   const int tid = threadIdx.x, lane = tid % 32, block = blockIdx.x;
   const Units<NQ, RESTRICT> units{args};
   if (tid == 0) {
-    s.signs = 0x40404040u;
+    s.signs = 0x40404040u, s.args = args;
     for (int i = 0; i < S::kStages; ++i) hopper::barrier_init(&s.full[i], 1), hopper::barrier_init(&s.empty[i], 4);
     hopper::fence_barrier_init();
   }
@@ -214,11 +224,10 @@ __device__ void scan(const void* q, const void* q_scale, const void* weights, co
 #pragma unroll
         for (int i = 1; i < NQ; ++i)
           if (m == i) count = base[i], block_count = block_base[i];
-        uint64_t bar;
         const int slack = whole ? 0 : kSlack, block_slack = whole ? 0 : kBlockSlack;
-        if (count > k + slack) count = choose::cut<S::kCap / 256>(s.list[m], count, k, slack, s.work, tid, bar);
+        if (count > k + slack) count = choose::cut<S::kCap / 256>(s.list[m], count, k, slack, s.work, tid);
         if (PUBLISH && block_count > num_blocks + block_slack)
-          block_count = choose::cut<S::kBlockCap / 256>(s.block_list[m], block_count, num_blocks, block_slack, s.work, tid, bar);
+          block_count = choose::cut<S::kBlockCap / 256>(s.block_list[m], block_count, num_blocks, block_slack, s.work, tid);
         if (whole) {
           choose::write_sorted<kMost>(s.list[m], count, k, args.ids + t * k, tid);
           if (PUBLISH)
@@ -240,11 +249,8 @@ __device__ void scan(const void* q, const void* q_scale, const void* weights, co
   }
 }
 
-constexpr int kMergeCap = 4096, kBlockMergeCap = 8192;
-
-template <bool PUBLISH>
 struct MergeShared {
-  uint64_t list[PUBLISH ? kBlockMergeCap : kMergeCap];
+  uint64_t list[choose::kMergeCap];
   choose::Work work;
   choose::Share share;
   int sums[32], counters[3];
@@ -255,25 +261,25 @@ template <int NQ, bool PUBLISH, bool RESTRICT, int BYTES>
 __device__ void merge(const void* requests, const void* visible, void* ids, void* blocks, void* scratch, int tokens,
                       int num_requests, int table_width, int page_size, int num_candidates, int num_blocks,
                       int block_size, int k, int grid, void* memory) {
-  static_assert(sizeof(MergeShared<PUBLISH>) <= BYTES);
+  static_assert(sizeof(MergeShared) <= BYTES);
   Args args;
   const int lists = 2 * grid * NQ, tid = threadIdx.x, block = blockIdx.x, member = blockIdx.y;
   unpack(args, nullptr, nullptr, nullptr, requests, visible, nullptr, nullptr, nullptr, ids, blocks, scratch,
          tokens, 0, num_requests, table_width, 0, page_size, 0, 0, num_candidates, num_blocks, block_size, k, lists);
-  MergeShared<PUBLISH>& s = *static_cast<MergeShared<PUBLISH>*>(memory);
+  MergeShared& s = *static_cast<MergeShared*>(memory);
   const Units<NQ, RESTRICT> units{args};
-  choose::find_share(units, (tokens + NQ - 1) / NQ, block, grid, kLeast, s.sums, &s.share, tid, choose::kThreads);
+  choose::find_share(units, (tokens + NQ - 1) / NQ, block, grid, kLeast, s.sums, &s.share, tid, choose::kMergeThreads);
   const choose::Merge found = choose::find_merge(s.share, block);
   const int64_t t = static_cast<int64_t>(found.unit) * NQ + member;
   if (found.unit < 0 || t >= tokens) return;
-  int count = choose::merge_lists<kMergeCap>(args.lists, args.counts, kListRoom, found.first, found.last, member, NQ,
+  int count = choose::merge_lists(args.lists, args.counts, kListRoom, found.first, found.last, member, NQ,
                                              kListRoom, k, s.list, s.counters, s.work, tid);
-  choose::write_sorted<kMost>(s.list, count, k, args.ids + t * k, tid);
+  choose::write_sorted<kMost, choose::kMergeThreads>(s.list, count, k, args.ids + t * k, tid);
   if constexpr (PUBLISH) {
-    count = choose::merge_lists<kBlockMergeCap>(args.lists + static_cast<int64_t>(lists) * kListRoom,
+    count = choose::merge_lists(args.lists + static_cast<int64_t>(lists) * kListRoom,
                                                 args.counts + lists, kBlockRoom, found.first, found.last, member, NQ,
                                                 kBlockRoom, num_blocks, s.list, s.counters, s.work, tid);
-    choose::write_sorted<kBlockMost>(s.list, count, num_blocks, args.blocks + t * num_blocks, tid);
+    choose::write_sorted<kBlockMost, choose::kMergeThreads>(s.list, count, num_blocks, args.blocks + t * num_blocks, tid);
   }
 }
 

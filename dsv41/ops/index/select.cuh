@@ -6,15 +6,19 @@
 
 namespace choose {
 
-constexpr int kThreads = 256;  // threads that share a list
+constexpr int kThreads = 256;       // threads that share a list
+constexpr int kMergeThreads = 512;  // threads that merge lists
+constexpr int kMergeCap = 8192;     // keys that they have room for
 constexpr int kBins = 1024;
+constexpr int kFew = 64;            // undecided keys that are ranked
 constexpr uint64_t kNothing = 0x007FFFFFFFFFFFFFull;  // the bar below every entry: -inf does not pass it
 
 // What cutting needs beside the list.
 struct Work {
-  uint64_t low[8], high[8];
+  uint32_t low[16], high[16];
   uint32_t bins[kBins];
-  int warp_sum[8];
+  uint64_t few[kFew], bar;
+  int warp_sum[16];
   int bin, above, inside, kept;
 };
 
@@ -28,12 +32,16 @@ __device__ __forceinline__ uint64_t key_of(uint32_t score, int index) {
   return static_cast<uint64_t>(score) << 32 | static_cast<uint32_t>(~index);
 }
 __device__ __forceinline__ int index_of(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
+constexpr uint32_t kInfinity = 0xFF800000u;  // as such an integer
 // NaN lies above +inf (or, with a sign, below -inf and so below the bar).
 __device__ __forceinline__ bool passes(uint32_t score, uint64_t key, uint64_t bar) {
-  return score <= 0xFF800000u && key > bar;
+  return score <= kInfinity && key > bar;
 }
 
-__device__ __forceinline__ void sync() { hopper::named_barrier(1, kThreads); }
+template <int THREADS = kThreads>
+__device__ __forceinline__ void sync() {
+  hopper::named_barrier(1, THREADS);
+}
 
 // Adds the keys of the lanes that pass; `count` is a counter in shared memory, `base` what lies before.
 __device__ __forceinline__ void append(uint64_t* list, int base, int* count, bool pass, uint64_t key, int lane) {
@@ -65,88 +73,116 @@ __device__ __forceinline__ void append_all(uint64_t* list, int base, int* count,
 }
 
 // Cuts the list to its best k, up to `slack` more: whatever saves another pass. Returns how many are left; new
-// keys have to beat `bar`. All threads, count > k.
-template <int PER>
-__device__ int cut(uint64_t* list, int count, int k, int slack, Work& work, int tid, uint64_t& bar) {
+// keys have to beat `work.bar`. All threads, count > k.
+//
+// A pass counts the undecided keys in bins over their range, by their scores first and among equal scores by
+// index. Those above the bin of the k-th are in, those below are out. Few undecided ones are ranked.
+template <int PER, int THREADS = kThreads>
+__device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Work& work, int tid) {
+  constexpr int OWN = kBins / THREADS;
   const int warp = tid / 32, lane = tid % 32;
   uint64_t mine[PER];
-  uint64_t low = ~0ull, high = 0;
+  uint32_t open = 0, stays = 0;  // bit i: key i is undecided, is in
+  uint32_t low = ~0u, high = 0, tie = 0;  // range of the undecided scores; of their indices once they tie
+  bool ties = false;
 #pragma unroll
   for (int i = 0; i < PER; ++i) {
-    int at = i * kThreads + tid;
+    const int at = i * THREADS + tid;
     mine[i] = at < count ? list[at] : 0;
-    if (mine[i] != 0) {
-      low = mine[i] < low ? mine[i] : low;
-      high = mine[i] > high ? mine[i] : high;
-    }
+    const uint32_t score = static_cast<uint32_t>(mine[i] >> 32);
+    if (at < count) open |= 1u << i, low = score < low ? score : low, high = score > high ? score : high;
   }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    uint64_t a = __shfl_xor_sync(0xFFFFFFFFu, low, step), b = __shfl_xor_sync(0xFFFFFFFFu, high, step);
-    low = a < low ? a : low;
-    high = b > high ? b : high;
-  }
+  low = __reduce_min_sync(0xFFFFFFFFu, low), high = __reduce_max_sync(0xFFFFFFFFu, high);
   if (lane == 0) work.low[warp] = low, work.high[warp] = high;
   if (tid == 0) work.kept = 0;
-  sync();
-  for (int i = 0; i < 8; ++i) {
+#pragma unroll
+  for (int i = 0; i < OWN; ++i) work.bins[i * THREADS + tid] = 0;
+  sync<THREADS>();
+#pragma unroll
+  for (int i = 0; i < THREADS / 32; ++i) {
     low = work.low[i] < low ? work.low[i] : low;
     high = work.high[i] > high ? work.high[i] : high;
   }
-  int need = k, taken = 0, left = 0;
+  int need = k, left = 0;
   while (true) {
-    int bits = 64 - __clzll(static_cast<long long>(high - low));
-    int shift = bits > 10 ? bits - 10 : 0;
-    for (int i = 0; i < kBins / kThreads; ++i) work.bins[i * kThreads + tid] = 0;
-    sync();
+    const int bits = 32 - __clz(static_cast<int>(high - low)), shift = bits > 10 ? bits - 10 : 0;
 #pragma unroll
-    for (int i = 0; i < PER; ++i)
-      if (mine[i] >= low && mine[i] <= high) atomicAdd(&work.bins[(mine[i] - low) >> shift], 1u);
-    sync();
-    // Bins from the top; thread t has the four from 1023 - 4 t down.
-    int own[4], sum = 0;
-    for (int i = 0; i < 4; ++i) sum += own[i] = work.bins[kBins - 1 - (4 * tid + i)];
+    for (int i = 0; i < PER; ++i) {
+      const uint32_t x = ties ? static_cast<uint32_t>(mine[i]) : static_cast<uint32_t>(mine[i] >> 32);
+      if (open >> i & 1) atomicAdd(&work.bins[(x - low) >> shift], 1u);
+    }
+    sync<THREADS>();
+    // Bins from the top, OWN a thread; they are zero again for the next pass.
+    int own[OWN], sum = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      uint32_t& bin = work.bins[kBins - 1 - (OWN * tid + i)];
+      sum += own[i] = bin, bin = 0;
+    }
     int upto = sum;
     for (int step = 1; step < 32; step *= 2) {
-      int other = __shfl_up_sync(0xFFFFFFFFu, upto, step);
+      const int other = __shfl_up_sync(0xFFFFFFFFu, upto, step);
       if (lane >= step) upto += other;
     }
     if (lane == 31) work.warp_sum[warp] = upto;
-    sync();
+    sync<THREADS>();
     for (int i = 0; i < warp; ++i) upto += work.warp_sum[i];
     int before = upto - sum;
     if (before < need && need <= upto) {
-      int i = 0;
-      while (before + own[i] < need) before += own[i++];
-      work.bin = kBins - 1 - (4 * tid + i), work.above = before, work.inside = own[i];
+#pragma unroll
+      for (int i = 0; i < OWN; ++i) {
+        if (before < need && need <= before + own[i])
+          work.bin = kBins - 1 - (OWN * tid + i), work.above = before, work.inside = own[i];
+        before += own[i];
+      }
     }
-    sync();
-    uint64_t edge = low + (static_cast<uint64_t>(work.bin) << shift);
-    left = taken + work.above + work.inside;
-    if (left <= k + slack) {
-      low = edge;
+    sync<THREADS>();
+    const uint32_t bin = work.bin;
+    const int above = work.above, inside = work.inside;
+#pragma unroll
+    for (int i = 0; i < PER; ++i) {
+      const uint32_t x = ties ? static_cast<uint32_t>(mine[i]) : static_cast<uint32_t>(mine[i] >> 32);
+      const uint32_t at = (x - low) >> shift, bit = open & 1u << i;
+      if (at > bin) stays |= bit;
+      if (at != bin) open &= ~bit;
+    }
+    low += bin << shift, need -= above, left += above;
+    if (left + inside <= k + slack) {
+      stays |= open, left += inside;
       break;
     }
-    taken += work.above, need -= work.above;
-    uint64_t last = edge + ((1ull << shift) - 1);
-    high = last < high ? last : high;
-    low = edge;
+    if (inside <= kFew) {
+      append_all(work.few, 0, &work.kept, open, mine, lane);
+      sync<THREADS>();
+      if (tid == 0) work.kept = 0;
+      sync<THREADS>();
+      const uint64_t one = tid < inside ? work.few[tid] : 0;
+      int better = 0;
+#pragma unroll 4
+      for (int i = 0; i < (warp * 32 < inside ? inside : 0); ++i) better += work.few[i] > one;
+      append(list, 0, &work.kept, tid < inside && better < need, one, lane);
+      left += need;
+      break;
+    }
+    if (shift > 0) {
+      const uint32_t last = low + ((1u << shift) - 1);
+      high = last < high ? last : high;
+    } else {
+      ties = true, tie = low, low = 0, high = ~0u;
+    }
   }
-  bar = low - 1;
-  uint32_t stays = 0;
-#pragma unroll
-  for (int i = 0; i < PER; ++i) stays |= static_cast<uint32_t>(mine[i] >= low) << i;
+  if (tid == 0) work.bar = (ties ? static_cast<uint64_t>(tie) << 32 | low : static_cast<uint64_t>(low) << 32) - 1;
   append_all(list, 0, &work.kept, stays, mine, lane);
-  sync();
+  sync<THREADS>();
   return left;
 }
 
 // Writes the indices of a list of at most SIZE keys, ascending, then -1, into out[0, k); the list is spent. A
 // bitonic sort: element warp * 32 * PER + 32 * j + lane is value j of a lane.
-template <int SIZE>
-__device__ void write_sorted(uint64_t* list, int count, int k, int* out, int tid) {
-  constexpr int PER = SIZE / kThreads;
-  static_assert(PER >= 1 && SIZE % kThreads == 0);
+template <int SIZE, int THREADS = kThreads>
+__device__ __noinline__ void write_sorted(uint64_t* list, int count, int k, int* out, int tid) {
+  constexpr int PER = SIZE / THREADS;
+  static_assert(PER >= 1 && SIZE % THREADS == 0);
   uint32_t* ids = reinterpret_cast<uint32_t*>(list);
   const int first = tid / 32 * 32 * PER + tid % 32;
   uint32_t mine[PER];
@@ -160,10 +196,10 @@ __device__ void write_sorted(uint64_t* list, int count, int k, int* out, int tid
 #pragma unroll
     for (int stride = size / 2; stride > 0; stride /= 2) {
       if (stride >= 32 * PER) {
-        sync();
+        sync<THREADS>();
 #pragma unroll
         for (int i = 0; i < PER; ++i) ids[first + 32 * i] = mine[i];
-        sync();
+        sync<THREADS>();
 #pragma unroll
         for (int i = 0; i < PER; ++i) {
           const int at = first + 32 * i;
@@ -194,7 +230,7 @@ __device__ void write_sorted(uint64_t* list, int count, int k, int* out, int tid
 #pragma unroll
   for (int i = 0; i < PER; ++i)
     if (first + 32 * i < k) out[first + 32 * i] = static_cast<int>(mine[i]);
-  sync();
+  sync<THREADS>();
 }
 
 // How the units of a call (rows, or groups of rows) are shared out: every block gets `each` of the tiles, one
@@ -270,40 +306,43 @@ __device__ __forceinline__ Merge find_merge(const Share& share, int block) {
   return merge;
 }
 
-// Lists of `width` keys each in device memory to the best k of all of them. `kept` has room for CAP keys.
-template <int CAP>
-__device__ int merge_lists(const uint64_t* lists, const int* counts, int stride, int first, int last, int member,
-                           int members, int width, int k, uint64_t* kept, int* counters, Work& work, int tid) {
-  constexpr int AT_ONCE = 8;  // keys a thread has in flight
+// Lists of `width` keys each in device memory to the best k of all of them. `kept` has room for kMergeCap keys.
+// All kMergeThreads.
+inline __device__ int merge_lists(const uint64_t* lists, const int* counts, int stride, int first, int last, int member,
+                                  int members, int width, int k, uint64_t* kept, int* counters, Work& work, int tid) {
+  constexpr int AT_ONCE = 8, THREADS = kMergeThreads;  // keys a thread has in flight
   const int lane = tid % 32, pieces = (last - first + 1) * width;
   uint64_t bar = kNothing;
   int base = 0, round = 0;
   if (tid < 3) counters[tid] = 0;
-  sync();
-  for (int start = 0; start < pieces; start += AT_ONCE * kThreads, ++round) {
+  sync<THREADS>();
+  for (int start = 0; start < pieces; start += AT_ONCE * THREADS, ++round) {
     uint64_t keys[AT_ONCE];
+    int counted[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      int at = start + i * kThreads + tid, block = first + at / width, entry = at % width;
-      keys[i] = 0;
-      if (at < pieces) {
-        int list = (2 * block + (block == first ? 1 : 0)) * members + member;
-        if (entry < counts[list]) keys[i] = lists[static_cast<int64_t>(list) * stride + entry];
-      }
+      const int at = start + i * THREADS + tid, block = first + at / width, entry = at % width;
+      const int list = (2 * block + (block == first ? 1 : 0)) * members + member;
+      // Both at once: what lies behind the end of a list is read and dropped.
+      if (at < pieces) counted[i] = counts[list], keys[i] = lists[static_cast<int64_t>(list) * stride + entry];
+      else counted[i] = 0, keys[i] = 0;
     }
     int* count = &counters[round % 3];
     uint32_t pass = 0;
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) pass |= static_cast<uint32_t>(keys[i] > bar) << i;
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int entry = (start + i * THREADS + tid) % width;
+      pass |= static_cast<uint32_t>(entry < counted[i] && keys[i] > bar) << i;
+    }
     append_all(kept, base, count, pass, keys, lane);
-    sync();
+    sync<THREADS>();
     base += *count;
     if (tid == 0) counters[(round + 2) % 3] = 0;
-    if (base > CAP - AT_ONCE * kThreads && start + AT_ONCE * kThreads < pieces)
-      base = cut<CAP / kThreads>(kept, base, k, CAP / 16, work, tid, bar);
+    if (base > kMergeCap - AT_ONCE * THREADS && start + AT_ONCE * THREADS < pieces)
+      base = cut<kMergeCap / THREADS, THREADS>(kept, base, k, kMergeCap / 16, work, tid), bar = work.bar;
   }
-  if (base > k) base = cut<CAP / kThreads>(kept, base, k, 0, work, tid, bar);
-  sync();
+  if (base > k) base = cut<kMergeCap / THREADS, THREADS>(kept, base, k, 0, work, tid);
+  sync<THREADS>();
   return base;
 }
 

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 ARCH = "sm_90a"
 HOPPER_ONLY = ("_scan", "_merge")  # what scores with wgmma and goes with it; the others are for any
 FORMATS = {"mxfp4": 0, "fp8": 1}
-HEADS, THREADS, SCAN_THREADS = 32, 256, 288
+HEADS, THREADS, SCAN_THREADS, MERGE_THREADS = 32, 256, 288, 512
 
 
 def source(*files: str, widths: tuple[int, ...] = ()) -> str:
@@ -29,14 +29,12 @@ def query_source() -> str:
 
 def shared_bytes(layout: str, together: int, publish: bool) -> int:
     """At least `sizeof(Shared)` of index_topk.cuh, which asserts it."""
-    values, stages = (64, 6) if layout == "mxfp4" else (128, 4)
+    values, stages = (64, 6 if together > 1 else 5 if publish else 8) if layout == "mxfp4" else (128, 4)
     queries = together * (HEADS * 128 + 2048 * 8 + HEADS * 8 + 64 + (4096 * 8 if publish else 0))
-    return queries + stages * (128 * values + 128 * 4 + 128 + 16) + 5632
+    return queries + stages * (128 * values + 128 * 4 + 128 + 16) + 6656
 
 
-def merge_bytes(publish: bool) -> int:
-    """At least `sizeof(MergeShared)` of index_topk.cuh."""
-    return (8192 if publish else 4096) * 8 + 5632
+MERGE_BYTES = 8192 * 8 + 6656  # at least `sizeof(MergeShared)`
 
 
 def scan_call(layout: str, together: int, publish: bool, restrict: bool, select: bool = True) -> str:
@@ -49,17 +47,14 @@ def scan_call(layout: str, together: int, publish: bool, restrict: bool, select:
 def merge_call(together: int, publish: bool, restrict: bool) -> str:
     """The device function of a merge."""
     flags = ", ".join(str(flag).lower() for flag in (publish, restrict))
-    return f"index_topk::merge<{together}, {flags}, {merge_bytes(publish)}>"
+    return f"index_topk::merge<{together}, {flags}, {MERGE_BYTES}>"
 
 
 @compiled
 def _scan(layout, together, publish, restrict, select, arch):
     text = source("index_score.cuh", "index_topk.cuh", widths=tuple(sorted({32, max(32, 16 * together)})))
-    call, size = (
-        scan_call(layout, together, publish, restrict, select),
-        shared_bytes(layout, together, publish),
-    )
-    per_multiprocessor = 2 if 2 * (size + 1024) <= 228 * 1024 else 1
+    call = scan_call(layout, together, publish, restrict, select)
+    size = shared_bytes(layout, together, publish)
     tokens, heads = T.dynamic("tokens"), T.dynamic("heads")
     q_bytes, chosen, k, blocks = (T.dynamic(n) for n in "qckb")
     some, room = T.dynamic("some"), T.dynamic("room")
@@ -91,8 +86,9 @@ def _scan(layout, together, publish, restrict, select, arch):
     ):
         with T.Kernel(grid, threads=SCAN_THREADS) as _:
             T.import_source(text)
-            T.annotate_min_blocks_per_sm(per_multiprocessor)
+            T.annotate_min_blocks_per_sm(2 if together == 1 else 1)
             shared = T.alloc_shared((size,), T.uint8)
+            T.pdl_trigger()  # the merge may be launched
             T.call_extern(
                 "handle",
                 call,
@@ -129,7 +125,7 @@ def _scan(layout, together, publish, restrict, select, arch):
 @compiled
 def _merge(together, publish, restrict, arch):
     text = source("index_score.cuh", "index_topk.cuh", widths=tuple(sorted({32, max(32, 16 * together)})))
-    call, size = merge_call(together, publish, restrict), merge_bytes(publish)
+    call = merge_call(together, publish, restrict)
     tokens, k, blocks, room = (T.dynamic(n) for n in ("tokens", "k", "b", "room"))
 
     @T.prim_func
@@ -148,9 +144,10 @@ def _merge(together, publish, restrict, arch):
         top_k: T.int32,
         grid: T.int32,
     ):
-        with T.Kernel(grid, together, threads=THREADS) as (_, _member):
+        with T.Kernel(grid, together, threads=MERGE_THREADS) as (_, _member):
             T.import_source(text)
-            shared = T.alloc_shared((size,), T.uint8)
+            shared = T.alloc_shared((MERGE_BYTES,), T.uint8)
+            T.pdl_sync()  # launched while the scan runs; waits for its end
             T.call_extern(
                 "handle",
                 call,
@@ -174,7 +171,7 @@ def _merge(together, publish, restrict, arch):
     return build(index_merge, arch)
 
 
-TOPK_BYTES = 4096 * 8 + 4 * 2048 * 4 + 5632
+TOPK_BYTES = 4096 * 8 + 4 * 2048 * 4 + 6656
 
 
 @compiled
@@ -197,6 +194,7 @@ def _topk_scan(arch):
             T.import_source(text)
             T.annotate_min_blocks_per_sm(2)
             shared = T.alloc_shared((TOPK_BYTES,), T.uint8)
+            T.pdl_trigger()  # the merge may be launched
             T.call_extern(
                 "handle",
                 f"topk_rows::scan<{TOPK_BYTES}>",
@@ -229,12 +227,13 @@ def _topk_merge(arch):
         k: T.int32,
         grid: T.int32,
     ):
-        with T.Kernel(grid, threads=THREADS) as _:
+        with T.Kernel(grid, threads=MERGE_THREADS) as _:
             T.import_source(text)
-            shared = T.alloc_shared((TOPK_BYTES,), T.uint8)
+            shared = T.alloc_shared((MERGE_BYTES,), T.uint8)
+            T.pdl_sync()  # launched while the scan runs; waits for its end
             T.call_extern(
                 "handle",
-                f"topk_rows::merge<{TOPK_BYTES}>",
+                f"topk_rows::merge<{MERGE_BYTES}>",
                 lens.access_ptr("r"),
                 ids.access_ptr("w"),
                 scratch.access_ptr("rw"),

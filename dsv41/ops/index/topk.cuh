@@ -99,11 +99,11 @@ __device__ void scan(const void* scores_, const void* lens, void* ids_, void* sc
       choose::sync();
       base += s.count[round % 3];
       if (tid == 0) s.count[(round + 2) % 3] = 0;
-      if (base > kCap - kTile && tile + 1 < end) base = choose::cut<kCap / 256>(s.list, base, k, 128, s.work, tid, bar);
+      if (base > kCap - kTile && tile + 1 < end) base = choose::cut<kCap / 256>(s.list, base, k, 128, s.work, tid), bar = s.work.bar;
     }
     const bool whole = offset == 0 && end == tiles;
     if (base > k + (whole ? 0 : kSlack))
-      base = choose::cut<kCap / 256>(s.list, base, k, whole ? 0 : kSlack, s.work, tid, bar);
+      base = choose::cut<kCap / 256>(s.list, base, k, whole ? 0 : kSlack, s.work, tid);
     if (whole) {
       choose::sync();
       choose::write_sorted<kMost>(s.list, base, k, static_cast<int*>(ids_) + static_cast<int64_t>(unit) * k, tid);
@@ -117,20 +117,28 @@ __device__ void scan(const void* scores_, const void* lens, void* ids_, void* sc
   }
 }
 
+struct MergeShared {
+  uint64_t list[choose::kMergeCap];
+  choose::Work work;
+  choose::Share share;
+  int sums[32], count[3];
+};
+
 template <int BYTES>
 __device__ void merge(const void* lens, void* ids, void* scratch, int rows, int width, int k, int grid, void* memory) {
-  static_assert(sizeof(Shared) <= BYTES);
+  static_assert(sizeof(MergeShared) <= BYTES);
   const uint64_t* lists = static_cast<const uint64_t*>(scratch);
   const int* counts = reinterpret_cast<const int*>(lists + static_cast<int64_t>(2 * grid) * kRoom);
-  Shared& s = *static_cast<Shared*>(memory);
+  MergeShared& s = *static_cast<MergeShared*>(memory);
   const int tid = threadIdx.x, block = blockIdx.x;
   const Rows units{static_cast<const int*>(lens), width};
-  choose::find_share(units, rows, block, grid, 1, s.sums, &s.share, tid, choose::kThreads);
+  choose::find_share(units, rows, block, grid, 1, s.sums, &s.share, tid, choose::kMergeThreads);
   const choose::Merge found = choose::find_merge(s.share, block);
   if (found.unit < 0) return;
-  int count = choose::merge_lists<kCap>(lists, counts, kRoom, found.first, found.last, 0, 1, kRoom, k, s.list,
-                                        s.count, s.work, tid);
-  choose::write_sorted<kMost>(s.list, count, k, static_cast<int*>(ids) + static_cast<int64_t>(found.unit) * k, tid);
+  const int count = choose::merge_lists(lists, counts, kRoom, found.first, found.last, 0, 1, kRoom, k, s.list, s.count,
+                                        s.work, tid);
+  int* out = static_cast<int*>(ids) + static_cast<int64_t>(found.unit) * k;
+  choose::write_sorted<kMost, choose::kMergeThreads>(s.list, count, k, out, tid);
 }
 
 }  // namespace topk_rows
