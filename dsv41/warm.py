@@ -149,7 +149,7 @@ def _split(requests: int, block: int) -> None:
     def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    rows = {name: meta(requests) for name in ("hi", "base", "bonus")}
+    rows: dict[str, Any] = {name: meta(requests) for name in ("hi", "base", "bonus")}
     confidence, start = meta(requests, block, dtype=torch.float32), meta(requests, dtype=torch.int64)
     split_budget_ragged(confidence, meta(1), start=start, rotation=meta(1), **rows)
 

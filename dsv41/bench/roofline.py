@@ -59,6 +59,9 @@ def least_seconds(name: str, a: dict[str, Any]) -> float:
         longest.scatter_reduce_(0, requests, seen, "amax")
         read = longest if a["candidates"] is None else seen
         moved, made, rate = moved + float(read.sum()) * record, 2.0 * float(seen.sum()) * heads * width, FP8
+    elif name == "rope" and a["out"].data_ptr() == a["x"].data_ptr():  # the other columns stay as they are
+        tables = a["cos"].nbytes + a["sin"].nbytes
+        moved = tables + 2.0 * a["x"].nbytes * 2 * a["cos"].shape[1] / a["x"].shape[2]
     elif name in ("write_cache", "copy_records"):
         slots = int((a["slots"] >= 0).sum())
         moved += slots * a["pages"].shape[-1] * (2 if name == "copy_records" else 1)
