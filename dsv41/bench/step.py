@@ -15,6 +15,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", help="append the measurements to this JSON-lines file")
     parser.add_argument("--plot", help="write a picture of the time by op")
+    parser.add_argument("--saved", help="measure nothing: draw the rows of this JSON-lines file")
 
 
 class LocalMoE(MoE):
@@ -159,6 +161,10 @@ def timed(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Print one JSON line a measurement."""
+    if args.saved:
+        rows = [json.loads(line) for line in Path(args.saved).read_text("utf-8").splitlines()]
+        draw(args.plot, [row for row in rows if "spent_ms" in row])
+        return 0
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("bench step needs a CUDA device")
@@ -179,8 +185,7 @@ def run(args: argparse.Namespace) -> int:
         "config": args.config, "layers": cfg.num_layers, "experts": local,
         "engram_gb": round(min(args.engram_gb, _engram_eighth(cfg)), 2),
     }  # fmt: skip
-    rows: list[Row] = []
-    failed = False
+    rows, failed = [], False
     for part in (prefill(cfg, model, device, args), decode(cfg, model, device, args, note)):
         try:
             for row in part:
@@ -355,8 +360,8 @@ def breakdown(call: Callable[[], Any], device: torch.device) -> Row:
         torch.cuda.synchronize()
     events = made.key_averages()
     ours = {e.key[7:]: e.device_time_total / 1e3 for e in events if e.key.startswith("dsv41::")}
-    on_device = torch.autograd.DeviceType.CUDA  # kernels; the other events repeat their time
-    kernels = sum(e.self_device_time_total for e in events if e.device_type == on_device) / 1e3
+    # Only kernels: the other events repeat the time of those that they started.
+    kernels = sum(e.self_device_time_total for e in events if e.device_type.name == "CUDA") / 1e3
     spent = {name: round(ms, 4) for name, ms in sorted(ours.items(), key=lambda kv: -kv[1])}
     spent["torch"] = round(kernels - sum(ours.values()), 4)
     return row | {"kernels_ms": round(kernels, 3), "spent_ms": spent}
