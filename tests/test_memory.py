@@ -92,17 +92,14 @@ def test_where_memory_goes(flash: MemoryPlan) -> None:
     least = 4096 * 40_960 + rows * (2 * 5296 + 2 * 10_240)
     assert least < flash.prefill < 3 * least
     tiny = V41FlashConfig.tiny()
-    steps = [plan_memory(tiny, GIB, step_tokens=n, max_requests=1, graphs=False) for n in (64, 512)]
-    assert steps[0].prefill < steps[1].prefill and steps[1].step == steps[1].prefill
-    eager, captured = (plan_memory(tiny, GIB, max_requests=8, graphs=g) for g in (False, True))
-    assert captured.graphs == captured.decode == eager.decode and eager.graphs == 0
-    lone = plan_memory(tiny, 10**6, host_bytes=1000, engram="host")
-    assert lone.room < 0 and lone.requests(4096) == lone.tokens(1) == 0
-    assert "does not fit" in str(lone) and "host memory are missing" in str(lone)
-    assert (
-        plan_memory(tiny, GIB, ep=4).weights["routed experts"] * 4
-        == (plan_memory(tiny, GIB).weights["routed experts"])
-    )
+    small: dict[str, Any] = {"step_tokens": 64, "max_requests": 8}
+    eager = plan_memory(tiny, GIB, **small, graphs=False)
+    captured = plan_memory(tiny, 10**6, **small, host_bytes=1000, engram="host", ep=4)
+    assert captured.graphs == captured.decode and eager.graphs == 0 < eager.decode
+    assert captured.weights["routed experts"] * 4 == eager.weights["routed experts"]
+    assert plan_memory(tiny, GIB, **{**small, "step_tokens": 512}).prefill > eager.prefill
+    assert captured.room < 0 and captured.requests(4096) == captured.tokens(1) == 0
+    assert "does not fit" in str(captured) and "host memory are missing" in str(captured)
 
 
 def test_allocations_count_memory_and_not_views() -> None:
