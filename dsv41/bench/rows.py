@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     cases: list[Callable[[], Row]] = []
     for tokens in (4096, 256, 64):
         cases += [lambda t=tokens: boundary(t), lambda t=tokens: gate(t), lambda t=tokens: router(t)]
-    cases += [split, lambda: host_lookup(8192, args.host_gb)]
+    cases += [split, *(lambda on=on: host_lookup(8192, args.host_gb, on) for on in (False, True))]
     rows = []
     for case in cases:
         row = case()
@@ -161,14 +161,20 @@ def split(requests: int = 256, block: int = 5) -> Row:
     return _row("split_budget_ragged", requests, us, confidence.nbytes, same, drafts=block)
 
 
-def host_lookup(tokens: int, gigabytes: float) -> Row:
-    """`ops.engram_lookup` of a table in pinned host memory, beside a copy of as many bytes from there."""
+def host_lookup(tokens: int, gigabytes: float, neighbours: bool) -> Row:
+    """`ops.engram_lookup` of a table in pinned host memory, beside a copy of as many bytes from there.
+
+    ``neighbours`` reads rows that lie side by side, which no text does: what the scattering costs.
+    """
     rows_held = int(gigabytes * 2**30) // (HEAD + HEAD // 32)
     values = torch.empty((rows_held, HEAD), dtype=torch.uint8, pin_memory=True)
     values.view(torch.int64).random_(0, 2**62)
     values &= 0x77  # finite
-    codes = torch.full((rows_held, HEAD // 32), 120, dtype=torch.uint8).pin_memory()
-    ids = [torch.randint(0, rows_held, (tokens, COLUMNS), dtype=I32, device="cuda") for _ in range(3)]
+    codes = torch.randint(110, 140, (rows_held, HEAD // 32), dtype=torch.uint8).pin_memory()
+    if neighbours:
+        ids = [torch.arange(tokens * COLUMNS, dtype=I32, device="cuda").view(tokens, COLUMNS)]
+    else:
+        ids = [torch.randint(0, rows_held, (tokens, COLUMNS), dtype=I32, device="cuda") for _ in range(3)]
     out = torch.empty((tokens, COLUMNS * HEAD), dtype=BF16, device="cuda")
     table = values.view(E4M3), codes.view(E8M0)
     got = ops.engram_lookup(ids[0], *table, out=out)[:64].cpu()
@@ -179,6 +185,7 @@ def host_lookup(tokens: int, gigabytes: float) -> Row:
     copy = graph_us([lambda: target.copy_(flat, non_blocking=True)], repeats=5) / 4
     same = torch.equal(got, want)
     more = {"GBps": round(moved / us / 1e3, 2), "copy_GBps": round(moved / copy / 1e3, 2)}
+    more |= {"rows": "neighbours" if neighbours else "random"}
     return _row("engram_lookup host", tokens, us, moved, same, share=round(copy / us, 3), **more)
 
 

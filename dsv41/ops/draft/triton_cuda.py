@@ -6,7 +6,7 @@ The Markov head is read once. The split is decided by every program, in the same
 import triton
 import triton.language as tl
 
-TOKENS = 512  # of the layout a program of the split writes
+PAIRS = 16384  # of rows and places that a program of the split compares
 ROWS, COLUMNS = 64, 128  # of logits a program; always the same, so that a row's sums do not see the others
 
 
@@ -38,23 +38,22 @@ def _flush(x):
 
 
 @triton.jit
-def _owners(cu, item, rows, STEPS: tl.constexpr):
-    """How many rows end at or before each item."""
-    low, high = item * 0, item * 0 + rows
-    for _ in tl.static_range(STEPS):
-        middle = (low + high) // 2
-        ended = (tl.load(cu + 1 + middle, low < high, other=0) <= item) & (low < high)
-        low = tl.where(ended, middle + 1, low)
-        high = tl.where(ended, high, middle)
-    return low
+def _owners(ends, item):
+    """How many rows end at or before each item, by all comparisons at once: a search would wait for every load."""
+    return tl.sum((ends[None] <= item[:, None]).to(tl.int32), 1)
+
+
+@triton.jit
+def _at(values, row, owner):
+    return tl.sum(tl.where(row[None] == owner[:, None], values[None], 0), 1)
 
 
 @triton.jit(do_not_specialize=["max_tokens", "max_logits"])
 def _split(
     confidence, stride, lo, hi, base, bonus, start, weights, budget, num_requests, rotation, lengths, cu_q,
     cu_logits, token_request_ids, positions, logits_ids, stats, max_tokens, max_logits,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIGITS: tl.constexpr,
-    STEPS: tl.constexpr, TOKENS: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     # Every program decides the split, which is little, and writes it, in the same bits; then a part of the
     # layout of its own. So nobody waits for anybody.
@@ -88,53 +87,48 @@ def _split(
     rank = tl.where(candidate, key * slots + (slots - 1 - order), -1)
     wanted = tl.maximum(tl.load(budget).to(tl.int64) - tl.sum(floor, 0), 0)
     wanted = tl.minimum(wanted, tl.sum(tl.sum(candidate.to(tl.int64), 1), 0))
-    # The wanted-th largest, two bits at a time; three counts of up to 2^20 travel in one sum.
+    # The wanted-th largest, bit by bit: a count of 32 bits is one instruction a warp.
+    flat = tl.reshape(rank, (ROWS * COLUMNS,), can_reorder=True)
     last = tl.zeros([], tl.int64)
     unit = tl.full([], 1, tl.int64)
-    for i in range(DIGITS):
-        step = unit << (2 * (DIGITS - 1 - i))
-        at_least = (rank >= last + step).to(tl.int64) + ((rank >= last + 2 * step).to(tl.int64) << 20)
-        at_least += (rank >= last + 3 * step).to(tl.int64) << 40
-        counts = tl.sum(tl.sum(at_least, 1), 0)
-        digit = ((counts & 0xFFFFF) >= wanted).to(tl.int64) + ((counts >> 20 & 0xFFFFF) >= wanted).to(
-            tl.int64
-        )
-        last += step * (digit + ((counts >> 40) >= wanted).to(tl.int64))
+    for i in range(BITS):
+        larger = last + (unit << (BITS - 1 - i))
+        last = tl.where(tl.sum((flat >= larger).to(tl.int32), 0) >= wanted, larger, last)
     taken = candidate & (rank >= last) & (wanted > 0)
     drafts = floor + tl.sum(taken.to(tl.int64), 1)
 
     own = tl.maximum(tl.load(base + row, there, other=0).to(tl.int64), emits.to(tl.int64))
     tokens = tl.where(live, tl.maximum(own, 0) + drafts, 0)
+    tokens = tokens.to(tl.int32)
     ends_q = tl.cumsum(tokens, 0)
-    ends_logits = tl.cumsum(emits.to(tl.int64) + drafts, 0)
+    ends_logits = tl.cumsum((emits.to(tl.int64) + drafts).to(tl.int32), 0)
     tl.store(lengths + row, drafts.to(tl.int32), there)
-    tl.store(cu_q + 1 + row, ends_q.to(tl.int32), there)
-    tl.store(cu_logits + 1 + row, ends_logits.to(tl.int32), there)
+    tl.store(cu_q + 1 + row, ends_q, there)
+    tl.store(cu_logits + 1 + row, ends_logits, there)
     tl.store(cu_q, 0)
     tl.store(cu_logits, 0)
     program = tl.program_id(0)
     if program == 0:
         admitted = column[None] < drafts[:, None]
         mass = tl.where(admitted, (a * 16777216.0).to(tl.int64), 0)
-        tl.store(stats, tl.sum(tokens, 0))
+        tl.store(stats, tl.sum(tokens.to(tl.int64), 0))
         tl.store(stats + 1, tl.sum(emits.to(tl.int64) + drafts, 0))
         tl.store(stats + 2, tl.sum(drafts, 0))
         tl.store(stats + 3, tl.sum(invalid, 0))
         tl.store(stats + 4, tl.sum(tl.sum(mass, 1), 0))
-    tl.debug_barrier()
 
     token = program * TOKENS + tl.arange(0, TOKENS)
     inside = token < max_tokens
-    owner = _owners(cu_q, token, COUNT, STEPS)
+    owner = _owners(ends_q, token)
     owned = inside & (owner < COUNT)
     first = tl.load(start + owner, owned, other=0).to(tl.int64)
-    begin = tl.load(cu_q + owner, owned, other=0)
+    begin = _at(ends_q - tokens, row, owner)
     tl.store(token_request_ids + token, tl.where(owned, owner, -1), inside)
     tl.store(positions + token, tl.where(owned, first + token - begin, 0), inside)
     inside = token < max_logits
-    owner = _owners(cu_logits, token, COUNT, STEPS)
+    owner = _owners(ends_logits, token)
     owned = inside & (owner < COUNT)
-    place = tl.load(cu_q + 1 + owner, owned, other=0) - tl.load(cu_logits + 1 + owner, owned, other=0) + token
+    place = _at(ends_q - ends_logits, row, owner) + token
     tl.store(logits_ids + token, tl.where(owned, place, -1), inside)
 
 
@@ -160,17 +154,18 @@ def split_budget_ragged(
 ):  # fmt: skip
     """Launch of ``dsv41.ops.split_budget_ragged``."""
     max_tokens, max_logits = positions.shape[0], logits_ids.shape[0]
-    _split[(max(1, triton.cdiv(max(max_tokens, max_logits), TOKENS)),)](
+    sizes = _split_sizes(*confidence.shape)
+    _split[(max(1, triton.cdiv(max(max_tokens, max_logits), sizes["TOKENS"])),)](
         confidence, confidence.stride(0), lo, hi, base, bonus, start, weights, budget, num_requests, rotation,
         lengths, cu_q, cu_logits, token_request_ids, positions, logits_ids, stats, max_tokens, max_logits,
-        **_split_sizes(*confidence.shape), num_warps=8,
+        **sizes, num_warps=8,
     )  # fmt: skip
 
 
 def _split_sizes(rows, block):
     sizes = {"COUNT": rows, "BLOCK": block, "ROWS": triton.next_power_of_2(rows)}
-    sizes |= {"COLUMNS": triton.next_power_of_2(block), "STEPS": rows.bit_length(), "TOKENS": TOKENS}
-    return {**sizes, "DIGITS": (31 + (rows * block).bit_length() + 1) // 2}
+    sizes |= {"COLUMNS": triton.next_power_of_2(block), "TOKENS": max(16, PAIRS // sizes["ROWS"])}
+    return {**sizes, "BITS": 31 + (rows * block).bit_length()}
 
 
 def variants(cfg):

@@ -7,10 +7,25 @@ import torch
 
 from ..._op import Kernel, Op, check, check_tensor, check_values, output
 from ...formats import E4M3, E8M0
+from ..quant.api import unaligned
 
 
 def _one_tile(x: torch.Tensor, *_: Any) -> str | None:
     return None if x.shape[2] <= 16384 else f"built for rows of up to 16384, not {x.shape[2]}"
+
+
+def _gate_fits(
+    x: torch.Tensor,
+    kv: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    dead: Any,
+    eps: float,
+    out: torch.Tensor,
+) -> str | None:
+    if x.shape[1] != 4 or x.shape[2] % 256 or x.shape[2] > 5120:
+        return f"built for 4 streams of a multiple of 256 up to 5120, not {x.shape[1]} of {x.shape[2]}"
+    return unaligned(x=x, kv=kv, q_weight=q, k_weight=k, out=out)
 
 
 def _whole(tokens: Any, positions: Any, cu: Any, lookback: Any, classes: Any, *constants: Any) -> str | None:
@@ -44,6 +59,7 @@ _GATE = Op(
     reference="dsv41_reference.engram:engram_gate",
     package=__package__,
     kernels=(
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_gate_fits),
         Kernel("triton_cuda", "cuda", needs=("triton",), supports=_one_tile),
         Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
     ),

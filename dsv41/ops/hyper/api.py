@@ -7,7 +7,7 @@ import torch
 
 from ..._op import Kernel, Op, check, check_tensor, output, workspace
 from ...formats import MXFP8
-from ..quant.api import quantised_output
+from ..quant.api import quantised_output, unaligned
 
 
 def _mixing(x: torch.Tensor, fn: torch.Tensor) -> str | None:
@@ -24,6 +24,16 @@ def _boundary(
     return _mixing(x, fn)
 
 
+def _mixing_rows(x: torch.Tensor, fn: torch.Tensor, *_: Any) -> str | None:
+    return _mixing(x, fn) or unaligned(x=x, fn=fn)
+
+
+def _boundary_rows(
+    y: torch.Tensor, x: torch.Tensor, post: Any, comb: Any, pre: Any, fn: torch.Tensor, *_: Any
+) -> str | None:
+    return _mixing(x, fn) or unaligned(y=y, x=x, post=post, comb=comb, pre=pre, fn=fn)
+
+
 def _triton(supports: Callable[..., str | None] | None = None) -> tuple[Kernel, ...]:
     return (
         Kernel("triton_cuda", "cuda", needs=("triton",), supports=supports),
@@ -31,12 +41,16 @@ def _triton(supports: Callable[..., str | None] | None = None) -> tuple[Kernel, 
     )
 
 
+def _hopper(supports: Callable[..., str | None]) -> Kernel:
+    return Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=supports)
+
+
 _MIXES = Op(
     "mhc_mixes(Tensor x, Tensor fn, Tensor base, Tensor scale, float norm_eps, float eps, int iters,"
     " Tensor(a!) pre, Tensor(b!) post, Tensor(c!) comb, Tensor(d!) scratch) -> ()",
     reference="dsv41_reference.hyper:mhc_mixes",
     package=__package__,
-    kernels=_triton(lambda x, fn, *_: _mixing(x, fn)),
+    kernels=(_hopper(_mixing_rows), *_triton(lambda x, fn, *_: _mixing(x, fn))),
 )
 _COLLAPSE = Op(
     "mhc_collapse(Tensor x, Tensor pre, Tensor(a!) out) -> ()",
@@ -58,7 +72,7 @@ _BOUNDARY = Op(
     " Tensor(g!) codes, Tensor(h!) collapsed, Tensor(i!) scratch) -> ()",
     reference="dsv41_reference.hyper:mhc_boundary",
     package=__package__,
-    kernels=_triton(_boundary),
+    kernels=(_hopper(_boundary_rows), *_triton(_boundary)),
 )
 
 

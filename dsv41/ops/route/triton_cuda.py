@@ -25,10 +25,17 @@ def _softplus(x):
 
 
 @triton.jit
+def _affinity(x, temperature, UNIT: tl.constexpr):
+    if not UNIT:
+        x = tl.div_rn(x, tl.full(x.shape, temperature, tl.float32))
+    return tl.sqrt_rn(_softplus(x))
+
+
+@triton.jit
 def _route(
     logits, stride, bias, image_bias, image, temperature, scale, ids, ids_stride, weights, weights_stride,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
-    IMAGES: tl.constexpr,
+    IMAGES: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, PADDED)
@@ -38,26 +45,23 @@ def _route(
     if IMAGES:
         other = tl.load(image_bias + lane, there, other=0.0)
         beta = tl.where(tl.load(image + row) != 0, other, beta)
-    a = tl.sqrt_rn(_softplus(tl.div_rn(x, tl.full(x.shape, temperature, tl.float32))))
-    score = a + beta
-    # One integer that orders as (score falling, expert rising); NaN comes first, as in a stable sort.
+    score = _affinity(x, temperature, UNIT) + beta
+    # An integer that orders like the scores; NaN comes first, as in a stable sort. Ties go to the lower id: a second
+    # reduction, which is cheaper than one of 64 bits.
     bits = tl.where(score == score, score, float("inf")).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    bits = tl.where(score == score, bits, 0x7FFFFFFF).to(tl.int64)
-    lowest: tl.constexpr = -(2**62)
-    key = tl.where(there, bits * 65536 + (65535 - lane), lowest)
+    lowest: tl.constexpr = -(2**31)
+    key = tl.where(there, tl.where(score == score, tl.maximum(bits, lowest + 1), 0x7FFFFFFF), lowest)
     slot = tl.arange(0, SLOTS)
     chosen = tl.zeros([SLOTS], tl.int32)
-    share = tl.zeros([SLOTS], tl.float32)
-    total = 0.0
     for k in tl.static_range(TOP_K):
         best = tl.max(key, 0)
-        mine = key == best
-        value = tl.sum(tl.where(mine, a, 0.0), 0)
-        chosen = tl.where(slot == k, 65535 - (best & 65535).to(tl.int32), chosen)
-        share = tl.where(slot == k, value, share)
-        total += value
-        key = tl.where(mine, lowest, key)
+        first = tl.min(tl.where(key == best, lane, PADDED), 0)
+        chosen = tl.where(slot == k, first, chosen)
+        key = tl.where(lane == first, lowest, key)
+    # The weights again from the chosen logits: a few lanes' work instead of a sum an expert.
+    share = _affinity(tl.load(logits + row * stride + chosen), temperature, UNIT)
+    total = tl.sum(tl.where(slot < TOP_K, share, 0.0), 0)
     share = tl.div_rn(share, tl.full(share.shape, total + 1e-20, tl.float32)) * scale
     tl.store(ids + row * ids_stride + slot, chosen, slot < TOP_K)
     tl.store(weights + row * weights_stride + slot, share, slot < TOP_K)
@@ -103,7 +107,7 @@ def topk_route(logits, bias, image_bias, image, temperature, scale, ids, weights
         image.view(torch.uint8) if given else ids, temperature, scale,
         ids, ids.stride(0), weights, weights.stride(0),
         EXPERTS=experts, PADDED=triton.next_power_of_2(experts), TOP_K=top_k,
-        SLOTS=triton.next_power_of_2(top_k), IMAGES=given, num_warps=1,
+        SLOTS=triton.next_power_of_2(top_k), IMAGES=given, UNIT=temperature == 1, num_warps=1,
     )  # fmt: skip
 
 
@@ -127,6 +131,7 @@ def variants(cfg):
         names |= {"weights": "*fp32", "weights_stride": "i64"}
         slots, padded = triton.next_power_of_2(top_k), triton.next_power_of_2(experts)
         constants = {"EXPERTS": experts, "PADDED": padded, "TOP_K": top_k, "SLOTS": slots, "IMAGES": True}
+        constants |= {"UNIT": cfg.route_temperature == 1}
         yield _route, (names, constants)
         names = {"ids": "*i32", "ids_stride": "i64", "count": "i32", "table": "*i16"}
         names |= {"table_stride": "i64", "source": "i32"}

@@ -1,0 +1,123 @@
+"""mHC's and Engram's Hopper kernels: in the emulator; on a GPU the ops' own tests run them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv41 import ops
+from dsv41.ops._tilelang import device_source
+from dsv41.ops.engram.tilelang_cuda import shared_bytes
+from dsv41.ops.hyper.api import CHUNK, WIDTH
+from dsv41.ops.hyper.tilelang_cuda import streams_call
+from dsv41_reference import accumulate
+from tests.ops.test_step_kernels import MIXING, assert_mixes, gating, mixing, rare
+from tests.tools.cuda_emu import SHARED, EmulationError, available, emulate
+
+ROOT = Path(ops.__file__).parent
+MHC = device_source(ROOT / "quant" / "quantize.cuh", ROOT / "hyper" / "mhc.cuh")
+GATE = device_source(ROOT / "quant" / "quantize.cuh", ROOT / "engram" / "gate.cuh")
+BF16 = torch.bfloat16
+pytestmark = pytest.mark.skipif(not available(), reason="needs g++")
+
+
+def emulate_mhc(
+    x: torch.Tensor, params: Any, y: Any = None, mixes: Any = None, source: str = MHC, inner: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """(streams, collapsed rows, next mixes), launched as tilelang_cuda.py does; without ``y`` the mixes of ``x``."""
+    tokens, _, hidden = x.shape
+    fn, base, scale = params
+    expand, warps, number = y is not None, 2, hidden // CHUNK // inner
+    out, h = torch.zeros_like(x), torch.zeros(tokens, hidden, dtype=BF16)
+    partial = torch.zeros(number * tokens * WIDTH)
+    given = (mixes[1], mixes[2], mixes[0]) if expand else (None, None, None)
+    args = [y, hidden, x, 4 * hidden, *given, fn, out, 4 * hidden, h, partial, tokens, inner, SHARED]
+    call, size = streams_call(hidden, warps, inner, expand)
+    grid = (-(-tokens // (16 * warps)), number)
+    emulate(source, call, args, grid=grid, threads=32 * warps, shared_bytes=size)
+    new = [torch.zeros(tokens, 4), torch.zeros(tokens, 4), torch.zeros(tokens, 4, 4)]
+    args = [partial, base, scale, MIXING["norm_eps"], MIXING["eps"], MIXING["iters"], *new, tokens]
+    emulate(source, f"mhc::coefficients<{hidden}, {number}, 1>", args, grid=-(-tokens // 8), threads=128)
+    return out, h, new
+
+
+def equal(a: Any, b: Any) -> bool:
+    return all(torch.equal(p.nan_to_num(7), q.nan_to_num(7)) for p, q in zip(a, b, strict=True))
+
+
+def check_boundary(source: str = MHC) -> tuple[Any, ...]:
+    x, *params = mixing(35, 64)
+    y = torch.randn(35, 64).to(BF16)
+    with accumulate(torch.float64):
+        mixes = ops.mhc_mixes(x.nan_to_num(1.0), *params, **MIXING)
+    new, h, following = emulate_mhc(x, params, y, mixes, source, inner=2)
+    rare(new, ops.mhc_expand(y, x, *mixes[1:]), share=2e-3)
+    rare(h, ops.mhc_collapse(new, mixes[0]), share=2e-3)
+    with accumulate(torch.float64):
+        assert_mixes(following, ops.mhc_mixes(new, *params, **MIXING))
+    return x, params, y, mixes, new, following
+
+
+def test_boundary() -> None:
+    torch.manual_seed(1)
+    x, params, y, mixes, new, following = check_boundary()
+    assert equal(emulate_mhc(new, params)[2], following)  # mhc_mixes, and chunks apart
+    few = emulate_mhc(x[-2:].contiguous(), params, y[-2:], [m[-2:].contiguous() for m in mixes], inner=2)
+    assert equal((few[0], *few[2]), [t[-2:] for t in (new, *following)])
+
+
+def test_mixing_weights_keep_their_24_bits() -> None:
+    x, fn = torch.zeros(1, 4, 64, dtype=BF16), torch.zeros(24, 256)
+    x[0, 0, 0], fn[0, 0] = 1, 1 + 2**-12 + 2**-23
+    partial = torch.zeros(2 * WIDTH)
+    args = [None, 64, x, 256, None, None, None, fn, x, 256, None, partial, 1, 1, SHARED]
+    call, size = streams_call(64, 2, 1, False)
+    emulate(MHC, call, args, grid=(1, 2), threads=64, shared_bytes=size)
+    assert partial.view(-1, 32)[:, 16].sum() == 1 + 2**-12 + 2**-23
+
+
+def check_gate(source: str = GATE) -> None:
+    tokens, hidden = 7, 512
+    x, kv, q, k, dead = gating(tokens, 4, hidden)
+    for given in (dead, None):
+        out = torch.zeros_like(x)
+        mask = None if given is None else given.view(torch.uint8)
+        args = [x, 4 * hidden, hidden, kv, 5 * hidden, q, hidden, k, hidden, mask, 1e-20]
+        args += [out, 4 * hidden, hidden, tokens, SHARED]
+        size = shared_bytes(hidden, 4)
+        emulate(source, f"engram::gate<{hidden}, 4>", args, grid=2, threads=hidden // 8, shared_bytes=size)
+        rare(out, ops.engram_gate(x, kv, q, k, dead=given), share=2e-3)
+
+
+def test_gate() -> None:
+    torch.manual_seed(2)
+    check_gate()
+
+
+FAULTS = {
+    "two parts of a weight": ("int p = 2; p >= 0", "int p = 1; p >= 0"),
+    "comb transposed": ("mix[r][4 * s + k], old0[s]", "mix[r][4 * k + s], old0[s]"),
+    "rows swapped": ("{a[s][0], a[s][4], a[s][1], a[s][5]}", "{a[s][4], a[s][0], a[s][5], a[s][1]}"),
+    "weights of the last chunk": ("__syncthreads();  // the weights of the last chunk have been read", ""),
+    "columns before rows": ("c = c * inverse(sum_4(c, 1) + eps);", ""),
+    "squares of one lane": ("size[r] += __shfl_xor_sync(~0u, size[r], 2);", ""),
+}
+GATE_FAULTS = {
+    "one stage": ("const int stage = turn & 1;", "const int stage = 0;"),
+    "overwritten too early": ("__syncthreads();  // all have read the stage, and written their shares", ""),
+    "a warp's sums": ("w < G::WARPS", "w < 1"),
+    "open for the dead": ("const bool closed = dead &&", "const bool closed = false &&"),
+    "sign of the gate": ("? steep : -steep", "? -steep : steep"),
+}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *GATE_FAULTS])
+def test_faults_are_seen(fault: str) -> None:
+    torch.manual_seed(3)
+    (old, new), text, check = (
+        (FAULTS[fault], MHC, check_boundary) if fault in FAULTS else (GATE_FAULTS[fault], GATE, check_gate)
+    )
+    assert old in text
+    with pytest.raises((AssertionError, EmulationError)):
+        check(text.replace(old, new))
