@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from dsv41_reference import accumulate
 
 from dsv41 import ops
 from dsv41.ops._tilelang import device_source
 from dsv41.ops.engram.tilelang_cuda import shared_bytes
 from dsv41.ops.hyper.api import CHUNK, WIDTH
 from dsv41.ops.hyper.tilelang_cuda import streams_call
-from dsv41_reference import accumulate
 from tests.ops.test_step_kernels import MIXING, assert_mixes, gating, mixing, rare
 from tests.tools.cuda_emu import SHARED, EmulationError, available, emulate
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not available(), reason="needs g++")
 def emulate_mhc(
     x: torch.Tensor, params: Any, y: Any = None, mixes: Any = None, source: str = MHC, inner: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """(streams, collapsed rows, next mixes), launched as tilelang_cuda.py does; without ``y`` the mixes of ``x``."""
+    """(streams, collapsed rows, next mixes), as tilelang_cuda.py launches; without ``y`` the mixes of ``x``."""
     tokens, _, hidden = x.shape
     fn, base, scale = params
     expand, warps, number = y is not None, 2, hidden // CHUNK // inner

@@ -39,7 +39,7 @@ def _flush(x):
 
 @triton.jit
 def _owners(ends, item):
-    """How many rows end at or before each item, by all comparisons at once: a search would wait for every load."""
+    """How many rows end at or before each item: all comparisons at once, a search would wait for loads."""
     return tl.sum((ends[None] <= item[:, None]).to(tl.int32), 1)
 
 

@@ -48,8 +48,8 @@ def _gate(hidden, streams, arch):
             T.import_source(text)
             shared = T.alloc_shared((size,), T.uint8)
             T.call_extern(
-                "handle", call, x, x_token, x_stream, kv, kv_token, q_weight, q_stride, k_weight, k_stride, dead,
-                eps, out.access_ptr("w"), out_token, out_stream, count, shared.access_ptr("rw"),
+                "handle", call, x, x_token, x_stream, kv, kv_token, q_weight, q_stride, k_weight, k_stride,
+                dead, eps, out.access_ptr("w"), out_token, out_stream, count, shared.access_ptr("rw"),
             )  # fmt: skip
 
     return build(engram_gate_rows, arch)

@@ -57,8 +57,8 @@ def _streams(hidden, depth, expand, arch):
             T.import_source(text)
             shared = T.alloc_shared((size,), T.uint8)
             T.call_extern(
-                "handle", call, y, y_stride, x, x_stride, post, comb, pre, fn, out.access_ptr("w"), out_stride,
-                h, partial, count, inner, shared.access_ptr("rw"),
+                "handle", call, y, y_stride, x, x_stride, post, comb, pre, fn, out.access_ptr("w"),
+                out_stride, h, partial, count, inner, shared.access_ptr("rw"),
             )  # fmt: skip
 
     return build(mhc_streams, arch)
@@ -142,6 +142,6 @@ def _finish(x, base, scale, norm_eps, eps, iters, pre, post, comb, scratch):
     count, _, hidden = x.shape
     number, _, of_group = parts(count, hidden)
     _coefficients(hidden, number // of_group, of_group, arch_of(x))(
-        pre.as_strided((4,), (1,)), scratch.data_ptr(), base.data_ptr(), scale.data_ptr(), norm_eps, eps, iters,
-        post.data_ptr(), comb.data_ptr(), count,
+        pre.as_strided((4,), (1,)), scratch.data_ptr(), base.data_ptr(), scale.data_ptr(), norm_eps, eps,
+        iters, post.data_ptr(), comb.data_ptr(), count,
     )  # fmt: skip

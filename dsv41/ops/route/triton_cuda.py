@@ -46,8 +46,8 @@ def _route(
         other = tl.load(image_bias + lane, there, other=0.0)
         beta = tl.where(tl.load(image + row) != 0, other, beta)
     score = _affinity(x, temperature, UNIT) + beta
-    # An integer that orders like the scores; NaN comes first, as in a stable sort. Ties go to the lower id: a second
-    # reduction, which is cheaper than one of 64 bits.
+    # An integer that orders like the scores; NaN comes first, as in a stable sort. Ties go to the lower id:
+    # a second reduction, which is cheaper than one of 64 bits.
     bits = tl.where(score == score, score, float("inf")).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     lowest: tl.constexpr = -(2**31)
