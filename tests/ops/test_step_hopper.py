@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not available(), reason="needs g++")
 def emulate_mhc(
     x: torch.Tensor, params: Any, y: Any = None, mixes: Any = None, source: str = MHC, inner: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """(streams, collapsed rows, next mixes), as tilelang_cuda.py launches; without ``y`` the mixes of ``x``."""
+    """(streams, collapsed rows, next mixes), as tilelang_cuda.py does; without ``y`` the mixes of ``x``."""
     tokens, _, hidden = x.shape
     fn, base, scale = params
     expand, warps, number = y is not None, 2, hidden // CHUNK // inner
