@@ -208,7 +208,7 @@ def imports() -> Drawing:
     )
     tops = (
         (40, "layers", "V41Flash, V41State", VIOLET), (280, "spec", "drafts, budget, verify", VIOLET),
-        (520, "replay", "bounded prefill", VIOLET), (760, "eplb", "NumPy only", GREY),
+        (520, "replay", "bounded prefill", VIOLET), (760, "eplb", "NumPy (live: torch)", GREY),
     )  # fmt: skip
     for x, name, text, fill in tops:
         d.box(x, 110, 200, 50, f"dsv41.{name}", text, fill=fill)
