@@ -204,7 +204,7 @@ def imports() -> Drawing:
         920,
         44,
         "commands: python -m dsv41 demo, doctor, parity, plan, bench, eplb",
-        "may import everything",
+        "with prepare and plan_memory; may import everything",
     )
     tops = (
         (40, "layers", "V41Flash, V41State", VIOLET), (280, "spec", "drafts, budget, verify", VIOLET),
