@@ -63,7 +63,7 @@ def cell(op: str, target: Target) -> str:
 
 def counts() -> dict[str, dict[str, int]]:
     """For each target how many ops have a kernel of each status (the best counts), and how many have none."""
-    order = ("run", "emulated", "lowered", "adapter", "none")
+    order: list[str] = ["run", "emulated", "lowered", "adapter", "none"]
     found = {name: dict.fromkeys(order, 0) for name in TARGETS}
     for name, target in TARGETS.items():
         for op, entry in ops().items():

@@ -41,9 +41,9 @@ KERNEL = re.compile(r"_(cuda|npu)$")
 BUILDERS = {
     "dsv41.ops._triton",
     "dsv41.ops._tilelang",
-    "dsv41.ops._tilelang.sm100",
+    "dsv41.ops._tilelang.tilelang_sm100",
     "dsv41.ops._ascend",
-    "dsv41.ops._ascend.cube",
+    "dsv41.ops._ascend.tilelang_cube",
 }
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from dsv41_reference.attn import sparse_attn as ref_attn
-from dsv41_reference.quant import e8m0_decode, from_mxfp4, from_mxfp8
+from dsv41_reference.quant import coarsen_mxfp8, e8m0_decode, from_mxfp4, from_mxfp8
 
 from dsv41 import Target, ops
 from dsv41._op import Unsupported
 from dsv41._op import ops as registered
 from dsv41.cache import PagedKV, Record
 from dsv41.formats import MXFP4Experts, quantize_mxfp4, quantize_mxfp8
+from dsv41.ops.linear.api import block_linear_scratch
 from tests.ops.rows import same
 
 BF16, U8, I32 = torch.bfloat16, torch.uint8, torch.int32
@@ -47,16 +48,15 @@ class Library(types.ModuleType):
     def flash_mla_with_kvcache(self, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.append(("flash_mla_with_kvcache", given))
         q, layouts = given["q"].squeeze(1), {528: "mxfp8", 288: "nvfp4", 584: "v4"}
-        caches: list[Any] = []
+        arguments: list[Any] = [q]
         for cache, ids in (("k_cache", "indices"), ("extra_k_cache", "extra_indices_in_kvcache")):
             pages = given[cache]
             known = None if pages is None else pages.squeeze(2)
             name = "" if known is None else layouts[known.shape[2]]  # by the bytes alone, as the library does
-            caches += [known, name, None if given[ids] is None else given[ids].squeeze(1)]
+            arguments += [known, name, None if given[ids] is None else given[ids].squeeze(1)]
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
-        ref_attn(
-            q, *caches, given["attn_sink"], None, None, given["softmax_scale"], 1, out, lse, torch.empty(0)
-        )
+        arguments += [given["attn_sink"], None, None, given["softmax_scale"], 1, out, lse, torch.empty(0)]
+        ref_attn(*arguments)
         return out.unsqueeze(1), lse.unsqueeze(2)
 
     # DeepGEMM
@@ -194,13 +194,23 @@ def linear(tokens: int = 5, features: int = 256, k: int = 256, numerics: str = "
     if numerics == "fp8":
         code = code[::4, ::4].contiguous()
     out = torch.zeros(tokens, features, dtype=BF16)
-    return x.values, x.scale.view(U8), w, code, numerics, out, torch.empty(0, dtype=U8)
+    scratch = torch.empty(block_linear_scratch(tokens, features, k, numerics), dtype=U8)
+    return x.values, x.scale.view(U8), w, code, numerics, out, scratch
+
+
+def coarsen_rows(x: torch.Tensor, x_scale: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> None:
+    """What the Triton kernel of this name does: one scale a 128 values, f32, groups before tokens."""
+    rows, codes = coarsen_mxfp8(x.view(torch.float8_e4m3fn), x_scale)
+    values.view(U8).copy_(rows.view(U8))
+    scale[:, : len(x)] = e8m0_decode(codes).T
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fp8"])
-def test_deepgemm_linear(numerics: str) -> None:
+def test_deepgemm_linear(numerics: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = linear(numerics=numerics)
-    load("linear.deepgemm_cuda").block_linear(*args)
+    adapter = load("linear.deepgemm_cuda")
+    monkeypatch.setattr(adapter, "coarsen_rows", coarsen_rows)
+    adapter.block_linear(*args)
     got = args[5].clone()
     registered()["block_linear"].load("torch")(*args)
     torch.testing.assert_close(got.float(), args[5].float(), rtol=2.0**-7, atol=1e-3)

@@ -81,5 +81,5 @@ def e4m3_value(code: Any) -> Any:
     """The float of an E4M3 byte (as int32)."""
     # Its exponent and mantissa in a float's place, 2^120 too small: exact for subnormal codes too.
     bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-    value = T.reinterpret(bits, T.float32) * T.float32(2.0**120)
+    value = T.reinterpret(bits, T.float32) * 2.0**120
     return T.if_then_else((code & 0x7F) == 0x7F, T.reinterpret(bits | 0x7F800000, T.float32), value)

@@ -1,5 +1,6 @@
 """Sparse attention over cache records."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,6 +95,29 @@ def _portable(
     return None
 
 
+def _flashmla(records: set[str]) -> Callable[..., str | None]:
+    """What FlashMLA takes, for caches of ``records`` (window, or window+compressed)."""
+
+    def supports(
+        q: Any, window: Any, window_layout: str, window_ids: Any, compressed: Any, compressed_layout: str,
+        compressed_ids: Any, sink: Any, *rest: Any,
+    ) -> str | None:  # fmt: skip
+        kind = "+".join(filter(None, (window_layout, compressed_layout)))
+        if kind not in records:
+            return f"caches of {', '.join(sorted(records))}, got {kind}"
+        if q.shape[1] not in (64, 128) or q.shape[2] != 512:
+            return f"64 or 128 heads of width 512, got {q.shape[1]} of {q.shape[2]}"
+        if len(rest) > 5 and rest[0] is not None:
+            return "no rotation of the output"
+        counts = [ids.shape[1] for ids in (window_ids, compressed_ids) if ids is not None]
+        if any(n % 64 or not n for n in counts):
+            return f"a multiple of 64 ids a query, got {counts}"
+        return None
+
+    return supports
+
+
+_V4 = {"v4", "v4+v4"}
 _ATTN = Op(
     "sparse_attn(Tensor q, Tensor window, str window_layout, Tensor window_ids, Tensor? compressed,"
     " str compressed_layout, Tensor? compressed_ids, Tensor? sink, float scale, int num_splits,"
@@ -102,6 +126,14 @@ _ATTN = Op(
     package=__package__,
     kernels=(
         Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper),
+        Kernel("flashmla_cuda", "cuda", needs=("flash_mla",), archs=(90,), supports=_flashmla(_V4)),
+        Kernel(
+            "flashmla_cuda",
+            "cuda",
+            needs=("flash_mla",),
+            archs=(100, 103),
+            supports=_flashmla({*_V4, "mxfp8", "mxfp8+mxfp8", "mxfp8+nvfp4"}),
+        ),
         Kernel("triton_cuda", "cuda", needs=("triton",), supports=_portable),
     ),
 )

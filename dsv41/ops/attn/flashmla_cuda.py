@@ -3,7 +3,7 @@
 FlashMLA tells formats by the bytes of a record. Not run here: no such package, no SM100.
 """
 
-import flash_mla
+import flash_mla  # pyright: ignore[reportMissingImports]
 
 
 def sparse_attn(

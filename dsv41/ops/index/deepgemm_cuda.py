@@ -1,6 +1,6 @@
 """index_topk through DeepGEMM on SM100: FP4 scores over pages, then the library's own top-k. Not run here."""
 
-import deep_gemm
+import deep_gemm  # pyright: ignore[reportMissingImports]
 import torch
 
 from . import api

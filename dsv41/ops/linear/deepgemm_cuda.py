@@ -4,7 +4,7 @@ Not run here on SM100. Weights keep the checkpoint's layout: their scales are la
 which costs a thirty-second of the weights' bytes.
 """
 
-import deep_gemm
+import deep_gemm  # pyright: ignore[reportMissingImports]
 import torch
 
 from ..._op import split_scratch

@@ -3,7 +3,8 @@
 import torch
 
 from ..._op import compiled
-from .._ascend import build, cube
+from .._ascend import build
+from .._ascend import tilelang_cube as cube
 
 
 @compiled

@@ -7,7 +7,8 @@ row and 32 values is what the format means and nothing is packed in advance.
 import torch
 
 from ..._op import compiled
-from .._tilelang import arch_of, build, sm100
+from .._tilelang import arch_of, build
+from .._tilelang import tilelang_sm100 as sm100
 
 
 @compiled

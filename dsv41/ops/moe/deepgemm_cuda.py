@@ -4,7 +4,7 @@ Not run here. Mega MoE, which also exchanges tokens between ranks, needs a symme
 of this op carries.
 """
 
-import deep_gemm
+import deep_gemm  # pyright: ignore[reportMissingImports]
 import torch
 
 from .._deepgemm import packed_scale

@@ -7,7 +7,8 @@ import torch
 from dsv41_reference.quant import from_mxfp8
 
 from ..._op import compiled
-from .._ascend import build, cube
+from .._ascend import build
+from .._ascend import tilelang_cube as cube
 from . import sorted_experts
 
 

@@ -7,7 +7,8 @@ shared memory; nothing is packed in advance. Rows are sorted by expert with PyTo
 import torch
 
 from ..._op import compiled
-from .._tilelang import arch_of, build, sm100
+from .._tilelang import arch_of, build
+from .._tilelang import tilelang_sm100 as sm100
 from . import sorted_experts
 
 
