@@ -78,6 +78,7 @@ def build(bench: Bench, capacity: int) -> V41Flash:
     for module in model.modules():
         if isinstance(module, Experts):
             random_experts(bench, module)
+    model.pack()  # what is left: weights that read the same input become one
     if cfg.engram.layers:
         store = shared_table(bench, cfg.engram.head_dim)
         for layer in cfg.engram.layers:
