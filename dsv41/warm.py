@@ -28,7 +28,8 @@ from .spec import DecodeGraphs, default_sizes
 
 Build = tuple[Callable[..., Any], tuple[Any, ...]]
 Call = tuple[Op, tuple[Any, ...]]
-# A tensor above this is cut along its first dimension: tables and experts are not needed to compile.
+# Of these arguments only so many bytes are made, of the first rows: zeros of ids read nothing behind them.
+TABLES = {"engram_lookup": ("values", "scale"), "mxfp4_moe": ("w13", "w13_scale", "w2", "w2_scale")}
 MOST_BYTES = 256 << 20
 
 
@@ -84,7 +85,9 @@ def prepare(
         args = packed(op, args, target)
         kernel = op.select(target, args)
         if kernel.startswith("triton"):
-            op.load(kernel)(*(_real(a, place.device) for a in args))
+            tables, names = TABLES.get(op.name, ()), op._call._schema.arguments
+            made = (_real(a, place.device, n.name in tables) for a, n in zip(args, names, strict=True))
+            op.load(kernel)(*made)
             count += 1
     torch.accelerator.synchronize()
     return Prepared(len(builds), count, time.perf_counter() - began)
@@ -203,12 +206,12 @@ def noted() -> Iterator[dict[Any, Call]]:
         Op.__call__ = run
 
 
-def _real(x: Any, device: torch.device) -> Any:
+def _real(x: Any, device: torch.device, table: bool = False) -> Any:
     """Zeros on a device in the layout of a tensor without memory; other arguments as they are."""
     if not isinstance(x, torch.Tensor):
         return x
     shape = list(x.shape)
-    if x.nbytes > MOST_BYTES:
+    if table and x.nbytes > MOST_BYTES:
         shape[0] = max(1, shape[0] * MOST_BYTES // x.nbytes)
     size = 1 + sum((n - 1) * step for n, step in zip(shape, x.stride(), strict=True)) if 0 not in shape else 0
     skip = x.storage_offset() * x.dtype.itemsize

@@ -104,7 +104,7 @@ def test_tensors_on_the_device_are_laid_out_as_noted() -> None:
     real = warm._real(x, torch.device("cpu"))
     assert (real.shape, real.stride(), real.dtype) == (x.shape, x.stride(), x.dtype)
     assert real.data_ptr() % 4 == 0 and not real.any()
-    big = warm._real(torch.empty(1 << 30, 256, dtype=torch.uint8, device="meta"), torch.device("cpu"))
+    big = warm._real(torch.empty(1 << 30, 256, dtype=torch.uint8, device="meta"), torch.device("cpu"), True)
     assert big.nbytes <= warm.MOST_BYTES and big.shape[1] == 256
     assert warm._real(torch.empty(0, 3, device="meta"), torch.device("cpu")).shape == (0, 3)
 
