@@ -79,6 +79,10 @@ __device__ __forceinline__ void copy_16(void* dst, const void* src, bool valid) 
                "r"(valid ? 16 : 0)
                : "memory");
 }
+// 16 bytes, asynchronously; the L2 fetches the 256 bytes around them, which are wanted soon.
+__device__ __forceinline__ void copy_16_ahead(void* dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem_address(dst)), "l"(src) : "memory");
+}
 // 4 bytes, asynchronously.
 __device__ __forceinline__ void copy_4(void* dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(dst)), "l"(src) : "memory");

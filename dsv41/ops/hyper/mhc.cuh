@@ -54,9 +54,9 @@ __device__ __forceinline__ void streams(int64_t y, int64_t y_stride, int64_t x, 
     for (int r = 0; r < 2; ++r) {
       const int64_t from = x + (row[r] * x_stride + chunk * CHUNK + column) * 2;
 #pragma unroll
-      for (int s = 0; s < 4; ++s, to += THREADS * 16) hopper::copy_16(to, at<const uint8_t>(from, s * HIDDEN * 2), true);
+      for (int s = 0; s < 4; ++s, to += THREADS * 16) hopper::copy_16_ahead(to, at<const uint8_t>(from, s * HIDDEN * 2));
       if constexpr (EXPAND) {
-        hopper::copy_16(to, at<const uint16_t>(y, row[r] * y_stride + chunk * CHUNK + column), true);
+        hopper::copy_16_ahead(to, at<const uint16_t>(y, row[r] * y_stride + chunk * CHUNK + column));
         to += THREADS * 16;
       }
     }

@@ -38,6 +38,7 @@ inline void bulk_store_commit() { emu::bulk_store_commit(); }
 template <int PENDING>
 inline void bulk_store_wait_read() { emu::bulk_store_wait(PENDING, true); }
 inline void copy_16(void* dst, const void* src, bool valid) { emu::copy_async(dst, src, 16, valid); }
+inline void copy_16_ahead(void* dst, const void* src) { emu::copy_async(dst, src, 16, true); }
 inline void copy_4(void* dst, const void* src) { emu::copy_async(dst, src, 4, true); }
 inline void copy_commit() { emu::copy_commit(); }
 template <int PENDING>
