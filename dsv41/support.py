@@ -31,7 +31,6 @@ MISSING = {
     "exchange_plan": "no exchange for Ascend",
     "exchange_unpack": "no exchange for Ascend",
     "markov_bias": "not written",
-    "topk": "not written",
     "index_topk": "needs scores on cube cores: not written",
     "sample_tokens": "not written",
     "sparse_attn": "needs products on cube cores around a softmax: not written",

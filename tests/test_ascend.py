@@ -97,6 +97,20 @@ def test_index_query() -> None:
     assert torch.equal(values, want[0]) and torch.equal(scale, want[1])
 
 
+def test_topk() -> None:
+    """Ties by the lower index, zeros of both signs, NaN and -inf never, rows that are short or empty."""
+    scores = torch.randn(6, 1000 + 3)[:, :1000]
+    scores[1] = scores[1].round()
+    scores[2, ::3], scores[2, 1::3] = -0.0, 0.0
+    scores[3, 5:900], scores[3, 950] = -torch.inf, torch.nan
+    scores[4, 7] = torch.inf
+    lens = torch.tensor([1000, 1000, 1000, 990, 70, 0], dtype=torch.int32)
+    ids = torch.full((6, 64), 99, dtype=torch.int32)
+    with emulated("dsv41.ops.index.tilelang_npu") as npu:
+        npu.topk(scores, lens, ids, torch.empty(0, dtype=U8))
+    assert torch.equal(ids, ops.topk(scores, lens, k=64))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_apply_token_bitmask(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 9000 + 8).to(dtype)[:, :9000]

@@ -6,7 +6,8 @@ threads, and the result is copied back. No hardware is at hand: the SIMT form sa
 computes, so that the tests can run the emitted Ascend C on a host (tests/tools/ascend_emu). Nothing here
 was timed.
 
-`max` and `min` of Ascend C are only used where no NaN can be: what they do with one is not documented.
+`max` and `min` of Ascend C are only used where no NaN can be: what they do with one is not documented; the
+compiler takes ``x != x`` for false and may turn comparisons around: `is_nan` and `not_finite` look at bits.
 Functions on expressions are plain Python: they write the expression into the kernel that calls them.
 """
 
@@ -37,6 +38,16 @@ def larger(a: Any, b: Any) -> Any:
 def smaller(a: Any, b: Any) -> Any:
     """The smaller of two numbers; ``a`` when ``b`` is NaN."""
     return T.if_then_else(b < a, b, a)
+
+
+def is_nan(x: Any) -> Any:
+    """Whether a float is NaN."""
+    return (T.reinterpret(x, T.int32) & 0x7FFFFFFF) > 0x7F800000
+
+
+def not_finite(x: Any) -> Any:
+    """Whether a float is NaN or infinite."""
+    return (T.reinterpret(x, T.int32) & 0x7FFFFFFF) >= 0x7F800000
 
 
 def magnitude(x: Any) -> Any:

@@ -3,7 +3,7 @@
 import tilelang.ascend.language as T
 
 from ..._op import compiled
-from .._ascend import CORES, THREADS, build
+from .._ascend import CORES, THREADS, build, not_finite
 
 
 def flushed(x):
@@ -62,7 +62,7 @@ def _split(rows, block, kinds):
                         own[r] = T.if_then_else(live, T.max(T.max(T.cast(base[r], T.int32), 0), emit), 0)
                         weight = T.alloc_var(T.float32)
                         weight = weights[r]
-                        if ((weight > T.float32(0)) & (weight < T.infinity(T.float32))) == False:  # noqa: E712
+                        if not_finite(weight) | (weight <= T.float32(0)):
                             weight = T.float32(0)
                         cycle = T.max(requests, 1)
                         turn = T.alloc_var(T.int32)
@@ -77,7 +77,7 @@ def _split(rows, block, kinds):
                         for j in T.serial(block):
                             c = T.alloc_var(T.float32)
                             c = confidence[r, j]
-                            if (T.abs(c) < T.infinity(T.float32)) == False:  # noqa: E712
+                            if not_finite(c):
                                 c = T.float32(0)
                                 wrong = wrong + T.cast(j < cap, T.int32)
                             c = T.if_then_else(c < T.float32(0), T.float32(0), c)

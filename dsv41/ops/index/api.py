@@ -112,6 +112,7 @@ _TOPK = Op(
     package=__package__,
     kernels=(
         Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90, 100, 103), supports=_topk_hopper),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
     ),
 )
 _INDEX_TOPK = Op(

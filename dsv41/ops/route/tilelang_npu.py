@@ -4,7 +4,7 @@ import tilelang.ascend.language as T
 import torch
 
 from ..._op import compiled
-from .._ascend import CORES, THREADS, build, smaller
+from .._ascend import CORES, THREADS, build, is_nan, smaller
 
 
 @compiled
@@ -45,7 +45,7 @@ def _route(experts, k, images):
                         score = affinity[e] + added
                         bits = T.reinterpret(score, T.int32)
                         order = T.if_then_else(bits < 0, bits ^ 0x7FFFFFFF, bits)
-                        key[e] = T.if_then_else(score != score, 0x7FFFFFFF, order)  # NaN is the largest
+                        key[e] = T.if_then_else(is_nan(score), 0x7FFFFFFF, order)  # NaN is the largest
                     for e in T.Parallel(experts):
                         rank = T.alloc_var(T.int32)
                         rank = 0
