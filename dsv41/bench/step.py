@@ -32,7 +32,7 @@ from ..memory import rank_model
 from ..replay import ReplayConfig, ReplayGeometry, ReplayMode, RequestSpan, plan_decoder
 from ..replay.device import to_device
 from ..spec import DecodeGraphs
-from . import results
+from . import results, tables
 from .roofline import account
 
 RANKS, SLACK = 8, 64
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", help="append the measurements to this JSON-lines file")
     parser.add_argument("--plot", help="write a picture of the time by op")
-    parser.add_argument("--saved", help="measure nothing: draw the rows of this JSON-lines file")
+    parser.add_argument("--saved", help="measure nothing: tables and picture of the rows of this file")
 
 
 class LocalMoE(MoE):
@@ -163,7 +163,9 @@ def run(args: argparse.Namespace) -> int:
     """Print one JSON line a measurement."""
     if args.saved:
         rows = [json.loads(line) for line in Path(args.saved).read_text("utf-8").splitlines()]
-        draw(args.plot, [row for row in rows if "spent_ms" in row])
+        print(markdown(rows))
+        if args.plot:
+            draw(args.plot, [row for row in rows if "spent_ms" in row])
         return 0
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -367,6 +369,36 @@ def breakdown(call: Callable[[], Any], device: torch.device) -> Row:
     return row | {"kernels_ms": round(kernels, 3), "spent_ms": spent}
 
 
+def markdown(rows: list[Row]) -> str:
+    """Tables of the steps, and of where the time of those that were taken apart went."""
+    steps: list[tables.Column] = [
+        ("step", _label),
+        ("rows", lambda r: r["tokens"]),
+        ("ms", lambda r: r["ms"]),
+        ("tokens/s", lambda r: f"{r['tokens_per_s']:,}"),
+        ("roofline, ms", lambda r: r.get("roofline_ms")),
+        ("times the roofline", lambda r: r["ms"] / r["roofline_ms"] if "roofline_ms" in r else None),
+    ]
+    apart = [row for row in rows if "spent_ms" in row]
+    names = sorted({n for r in apart for n in r["spent_ms"]}, key=lambda n: -max(_spent(r, n) for r in apart))
+    ops = [{"op": n, **{_label(r): f"{_spent(r, n):.2f} / {r['least_ms'].get(n, 0):.2f}" for r in apart}}
+           for n in names if max(_spent(r, n) for r in apart) >= 0.1]  # fmt: skip
+    columns: list[tables.Column] = [("ms in kernels / roofline", lambda r: f"`{r['op']}`")]
+    columns += [(label, lambda r, label=label: r[label]) for label in map(_label, apart)]
+    return f"{tables.table(rows, steps)}\n\n{tables.table(ops, columns)}"
+
+
+def _spent(row: Row, name: str) -> float:
+    return row["spent_ms"].get(name, 0.0)
+
+
+def _label(row: Row) -> str:
+    if row["op"] == "prefill":
+        return f"prefill, replay {row['replay']}"
+    drafts = {"none": "no drafts", "all": "all drafts", "budget": "budget of 2"}[row["drafts"]]
+    return f"decode {row['requests']} x {row['context']:,}, {drafts}"
+
+
 def draw(path: str, rows: list[Row]) -> None:
     """Bars of the time by op beside the least time, for every step that was taken apart."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -380,12 +412,7 @@ def draw(path: str, rows: list[Row]) -> None:
         names = sorted(row["spent_ms"], key=lambda n: -row["spent_ms"][n])[:14]
         axes.bar(names, [row["spent_ms"][n] for n in names], label="kernels")
         axes.bar(names, [row["least_ms"].get(n, 0) for n in names], width=0.4, label="roofline")
-        what = (
-            f"prefill {row['tokens']}, replay {row['replay']}"
-            if row["op"] == "prefill"
-            else f"decode, {row['requests']} requests at {row['context']}, drafts: {row['drafts']}"
-        )
-        axes.set(ylabel="ms", title=f"{what}: {row['ms']:.1f} ms")
+        axes.set(ylabel="ms", title=f"{_label(row)}: {row['ms']:.1f} ms")
         axes.tick_params(axis="x", rotation=35, labelsize=8)
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=100)
