@@ -115,7 +115,7 @@ def test_capture_before_prepare_is_refused() -> None:
     from dsv41.spec import DecodeGraphs
     from tests import models
 
-    cfg = V41FlashConfig.tiny(hidden=256, inter=128)
+    cfg = V41FlashConfig.tiny(hidden=512, inter=128)  # a width that no other test compiles for
     model = models.build(cfg).cuda().pack()
     graphs = DecodeGraphs(model, V41State.allocate(cfg, 2, 64, device="cuda"))
     with pytest.raises(RuntimeError, match=r"call dsv41.prepare\(cfg\) first"):
