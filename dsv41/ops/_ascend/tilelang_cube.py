@@ -16,9 +16,9 @@ def tiles(rows, columns, core):
     return T.ceildiv(T.ceildiv(rows, ROWS) * columns - core, CORES)
 
 
-def plain(features, k, result):
-    """out = x w^T in bf16; the program (x, w, out)."""
-    rows = T.dynamic("rows")
+def plain(features, k, result, accumulate=False):
+    """out = x w^T of bf16, or out += that (the store adds, once an element); the program (x, w, out)."""
+    rows, out_stride = T.dynamic("rows"), T.dynamic("out_stride")
     depth = 128
     columns = -(-features // COLUMNS)
 
@@ -26,7 +26,7 @@ def plain(features, k, result):
     def product(
         x: T.Tensor((rows, k), T.bfloat16),
         w: T.Tensor((features, k), T.bfloat16),
-        out: T.Tensor((rows, features), result),
+        out: T.StridedTensor((rows, features), (out_stride, 1), result),
     ):
         with T.Kernel(CORES) as core:
             a = T.alloc_l1((ROWS, depth), T.bfloat16)
@@ -39,7 +39,11 @@ def plain(features, k, result):
                     T.copy(x[row * ROWS, step * depth], a)
                     T.copy(w[column * COLUMNS, step * depth], b)
                     T.gemm(a, b, total, transpose_B=True, clear_accum=step == 0)
+                if accumulate:
+                    T.set_atomic("add", result)
                 T.copy(total, out[row * ROWS, column * COLUMNS])
+                if accumulate:
+                    T.set_atomic_none()
 
     return product
 

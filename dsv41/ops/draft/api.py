@@ -6,11 +6,21 @@ import torch
 
 from ..._op import Kernel, Op, check_tensor
 
+
+def _npu(logits: torch.Tensor, embeds: torch.Tensor, weight: torch.Tensor) -> str | None:
+    if weight.shape[1] % 128:
+        return f"rank a multiple of 128, got {weight.shape[1]}"
+    return None if embeds.is_contiguous() and weight.is_contiguous() else "embeds or weight is strided"
+
+
 _BIAS = Op(
     "markov_bias(Tensor(a!) logits, Tensor embeds, Tensor weight) -> ()",
     reference="dsv41_reference.draft:markov_bias",
     package=__package__,
-    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",)),),
+    kernels=(
+        Kernel("triton_cuda", "cuda", needs=("triton",)),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_npu),
+    ),
 )
 
 

@@ -1,9 +1,10 @@
-"""Splitting a draft budget on Ascend: one core, whose threads share the requests."""
+"""The drafter on Ascend: splitting a budget (one core, whose threads share the requests), the Markov bias."""
 
 import tilelang.ascend.language as T
 
 from ..._op import compiled
 from .._ascend import CORES, THREADS, build, not_finite
+from .._ascend import tilelang_cube as cube
 
 
 def flushed(x):
@@ -185,8 +186,14 @@ def _split(rows, block, kinds):
     return build(split)
 
 
+@compiled
+def _bias(vocab, rank):
+    return build(cube.plain(vocab, rank, "float32", accumulate=True))
+
+
 def variants(cfg):
-    """Batches of up to 256 requests."""
+    """Batches of up to 256 requests, and the bias."""
+    yield _bias, (cfg.vocab_size, cfg.draft.markov_rank)
     yield _split, (256, cfg.draft.block_size, (*("int32",) * 4, "int64", *("int32",) * 3))
 
 
@@ -201,3 +208,9 @@ def split_budget_ragged(
         confidence, lo, hi, base, bonus, start, weights, budget, num_requests, rotation, lengths, cu_q,
         cu_logits, token_request_ids, positions, logits_ids, stats,
     )  # fmt: skip
+
+
+def markov_bias(logits, embeds, weight):
+    """Launch of ``dsv41.ops.markov_bias``: a product on cube cores whose store adds."""
+    if logits.numel() and embeds.numel():
+        _bias(*weight.shape)(embeds, weight, logits)
