@@ -7,10 +7,10 @@ MODEL_KL_MEDIAN = 6e-3
 MODEL_TOP1 = 0.8
 
 # Sparse attention against the reference in float64, bf16 outputs (2026-11-30, emulator): weights are rounded
-# relative to a running maximum instead of the final one. Worst of all cases: distance 2.3e-6, error over
-# max(value, row rms) 0.012, log-sum-exp 2e-6 absolute.
+# relative to a running maximum, or up to 8 above it, instead of the final one. Worst of all cases: distance 4e-6,
+# error over max(value, row rms) 0.033 (output rotated back; 0.024 else), log-sum-exp 4e-6 absolute.
 ATTN_DISTANCE = 8e-6
-ATTN_ERROR = 2**-5
+ATTN_ERROR = 0.05
 ATTN_LSE = 8e-6
 
 # Experts against the reference, bf16 outputs, DeepGEMM's distance. On an H200 at full size (2026-11-30): bf16

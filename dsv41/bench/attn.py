@@ -1,4 +1,5 @@
-"""``python -m dsv41 bench attn``: sparse attention on a GPU against FlashMLA, parity first.
+"""``python -m dsv41 bench attn``: sparse attention on a GPU against FlashMLA, parity first; then the writers
+of the caches against the bytes they move.
 
 FlashMLA reads 584-byte records in decode and plain bf16 rows in prefill; ours are the model's 528- and
 288-byte records. FLOPs count every slot: 64 heads x slots x 512 x 2 products x 2.
@@ -14,12 +15,13 @@ import torch
 
 from .. import use
 from ..cache import PagedKV, Record
-from ..ops import sparse_attn
+from ..ops import compress_pairs, copy_records, sparse_attn, write_cache
 from ..ops.attn import sparse_attn_scratch
 from . import results
 from .gpu_time import graph_us
 
 HEADS, WIDTH, SCALE, PAGE = 64, 512, 512**-0.5, 64
+HBM = 4.8e12  # bytes a second of an H200
 PARITY = 1e-5  # 1 - cosine-like distance of bf16 outputs to the reference
 
 
@@ -56,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `bench attn`."""
     parser.add_argument("--peers", help="folder with _flashmla_C.abi3.so, to time it in the same run")
     parser.add_argument("--only", help="cases whose name contains this")
+    parser.add_argument(
+        "--writers-json", help="append the results of the cache writers to this JSON-lines file"
+    )
     parser.add_argument("--json", help="append the results to this JSON-lines file")
 
 
@@ -145,6 +150,68 @@ def flashmla(case: Case) -> float:
     return graph_us(calls)
 
 
+def _writer(layout: str, dim: int, norm: bool) -> Callable[[int], tuple[Callable[[], object], int]]:
+    """A maker of one call of ``write_cache`` on data of its own, and the bytes that it must move."""
+
+    def make(rows: int) -> tuple[Callable[[], object], int]:
+        record = Record(layout, dim)
+        pages = torch.zeros((-(-rows // PAGE), PAGE, record.bytes), dtype=torch.uint8, device="cuda")
+        into = PagedKV(pages, record)
+        x = torch.randn(rows, dim, device="cuda").to(torch.bfloat16)
+        cos, sin = torch.randn(2, rows, 32, device="cuda").unbind()
+        slots = torch.randperm(into.num_slots, device="cuda")[:rows].to(torch.int32)
+        keys: dict[str, Any] = {"norm_weight": x[0].clone(), "eps": 1e-6} if norm else {}
+        bytes_moved = rows * (2 * dim + 256 + 4 + record.bytes)
+        return lambda: write_cache(x, cos, sin, slots, into, **keys), bytes_moved
+
+    return make
+
+
+def _pairs(rows: int) -> tuple[Callable[[], object], int]:
+    kv_gate = torch.randn(rows, 2 * WIDTH, device="cuda")
+    at = torch.arange(rows, dtype=torch.int32, device="cuda")
+    requests, positions = at // 512, at % 512
+    carry = torch.randn(-(-rows // 512), 8, 2 * WIDTH, device="cuda")
+    out = torch.empty(rows, WIDTH, dtype=torch.bfloat16, device="cuda")
+    # Kept rows are read once more and written.
+    bytes_moved = rows * (8 * WIDTH + 8 + 2 * WIDTH) + carry.numel() * 8
+    return lambda: compress_pairs(kv_gate, requests, positions, carry, out=out), bytes_moved
+
+
+def _copies(rows: int) -> tuple[Callable[[], object], int]:
+    source, into = (cache("mxfp8", -(-rows // PAGE) * PAGE) for _ in range(2))
+    slots = torch.randperm(rows, device="cuda").to(torch.int32)
+    return lambda: copy_records(source, slots, into, slots), rows * (2 * 528 + 8)
+
+
+WRITERS = {
+    "window rows (norm, RoPE, mxfp8)": _writer("mxfp8", 512, True),
+    "entries (RoPE, nvfp4)": _writer("nvfp4", 512, False),
+    "index keys (norm, RoPE, mxfp4)": _writer("mxfp4", 128, True),
+    "pairs of the compressor": _pairs,
+    "copies of window rows": _copies,
+}
+
+
+def writers(only: str) -> list[dict[str, Any]]:
+    """Time of every cache writer, and its share of the memory's bandwidth."""
+    rows = []
+    for name, make in WRITERS.items():
+        for count in (64, 8192):
+            case = f"{name} x {count}"
+            if only not in case:
+                continue
+            made = [make(count) for _ in range(32 if count < 1000 else 8)]
+            us, moved = graph_us([call for call, _ in made]), made[0][1]
+            rate = moved / us / 1e6
+            share = rate * 1e12 / HBM
+            print(f"{case:<40} {us:8.2f} us {rate:5.2f} TB/s, {share:.0%} of the memory's", flush=True)
+            rows.append(
+                {"op": "writer", "case": case, "us": round(us, 2), "TBps": round(rate, 3), "of_hbm": share}
+            )
+    return rows
+
+
 def run(args: argparse.Namespace) -> int:
     """Parity, time and ratio of every case."""
     if not torch.cuda.is_available():
@@ -179,4 +246,7 @@ def run(args: argparse.Namespace) -> int:
         rows.append(row)
     if args.json:
         results.append(args.json, rows)
+    timed = writers(args.only or "")
+    if args.writers_json:
+        results.append(args.writers_json, timed)
     return 0 if all(row["distance"] < PARITY for row in rows) else 1

@@ -3,6 +3,7 @@
 import torch
 
 from .cache import read_rows
+from .norm_rope import rotate
 from .numerics import bf16, matmul, narrow, wide
 
 # Queries attended at a time share one dense product over the records that any of them reads: more of them
@@ -72,6 +73,8 @@ def sparse_attn(
     compressed_layout: str,
     compressed_ids: torch.Tensor | None,
     sink: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     scale: float,
     num_splits: int,
     out: torch.Tensor,
@@ -97,6 +100,9 @@ def sparse_attn(
         if not len(kv):
             at, mask = at[:0], mask[:, :0]
         result, result_lse = attend(q[block], kv[at], bad[at], mask, sink, scale)
-        out[block] = bf16(result)
+        result = bf16(result)
+        if cos is not None and sin is not None:
+            result = bf16(rotate(result, cos[block], sin[block], inverse=True))
+        out[block] = result
         if lse.numel():
             lse[block] = narrow(result_lse, lse.dtype)

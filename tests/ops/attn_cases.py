@@ -30,6 +30,8 @@ class Case:
     sink: float | None = 0.5  # its mean; None for no sink
     splits: int | None = None
     width: int = WIDTH
+    rope: int = 0  # dimensions that are rotated back
+    context: int = 0  # slots of the compressed cache, when there are more than the rows read
 
 
 CASES = {
@@ -43,6 +45,8 @@ CASES = {
     **{f"near {n}": Case("lengths around a tile", tokens=2, near=n, far=64) for n in (0, 1, 63, 64, 65)},
     **{f"near {n}": Case("lengths around a window", tokens=2, near=n, far=0) for n in (127, 128, 129)},
     **{f"far {n}": Case("lengths around the top k", tokens=2, far=n) for n in (1, 511, 512, 513)},
+    "rope": Case("output rotated back", rope=64, splits=1),
+    "rope, split": Case("rotated by the combination", rope=64, splits=3),
     "many": Case("more than the model selects", tokens=1, far=2048, splits=2),
     "holes": Case("ids of -1 anywhere", tokens=5, missing=0.4),
     "mostly holes": Case("tiles with no key", tokens=9, missing=0.99, splits=1),
@@ -115,6 +119,8 @@ def choose(tokens: int, count: int, slots: int, missing: float, device: str) -> 
     """Distinct slots a row, some of them -1; the row stride is not the count."""
     ids = torch.full((tokens, count + 3), 0x7FFFFFFF, dtype=torch.int32, device=device)
     ids[:, :count] = torch.rand(tokens, slots, device=device).argsort(1)[:, :count].to(torch.int32)
+    if count > 1 and slots - 1 not in ids[0]:
+        ids[0, 1] = slots - 1  # the last one of the cache, whatever its size
     ids[:, :count][torch.rand(tokens, count, device=device) < missing] = -1
     return ids[:, :count]
 
@@ -123,7 +129,7 @@ def inputs(case: Case, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of ``ops.sparse_attn``: positional and by keyword."""
     caches = []
     for layout, page, count in zip(case.layouts, case.page, (case.near, case.far), strict=True):
-        slots = -(-(count + 50) // page) * page
+        slots = -(-max(count + 50, case.context if caches else 0) // page) * page
         cache = random_cache(layout, slots, page, case.gap, device, case.width)
         ids = choose(case.tokens, count, cache.num_slots, case.missing, device)
         poison(cache, ids)
@@ -132,7 +138,11 @@ def inputs(case: Case, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     sink = None
     if case.sink is not None:
         sink = case.sink + torch.randn(case.heads, device=device)
-    return (q, *caches), {"scale": case.width**-0.5, "sink": sink, "return_lse": True}
+    keys = {"scale": case.width**-0.5, "sink": sink, "return_lse": True, "inverse_rope": None}
+    if case.rope:
+        angle = torch.rand(case.tokens, case.rope + 3, device=device)[:, : case.rope // 2] * 6
+        keys["inverse_rope"] = (angle.cos(), angle.sin())
+    return (q, *caches), keys
 
 
 def compare(

@@ -134,7 +134,7 @@ def test_slots_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV41_CHECK", "1")
     window, q = cache("mxfp8", 4), torch.zeros(1, 1, DIM, dtype=BF16)
     past, none = (torch.tensor([[slot]], dtype=torch.int32) for slot in (4, -1))
-    message = "{}: -1 to 3, got 4 to 4"
+    message = "{}: -1 to 3, got 4 in row 0"
     assert_refused(lambda: ops.sparse_attn(q, window, past, scale=1.0), message.format("window_ids"))
     two = (q, window, none, window, past)
     assert_refused(lambda: ops.sparse_attn(*two, scale=1.0), message.format("compressed_ids"))

@@ -119,3 +119,33 @@ def test_copy_records(width: int) -> None:
         few = [a, a.stride(0), 4, 2, origin, at, 5, got, got.stride(0), 3, 3, width]
         cuda_emu.emulate(tilelang_cuda.source(), "records::copy", few, grid=2, threads=128)
     assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("layout", ["mxfp8", "nvfp4", "mxfp4"])
+def test_pool_past_4_gib_in_a_graph(layout: str) -> None:
+    """Pages of one allocation more than 2^32 bytes apart; the graph sees other rows and slots each time."""
+    dim = 128 if layout == "mxfp4" else 512
+    record, rows, stride = Record(layout, dim), 6, (1 << 30) + 4096
+    pool = torch.full((5 * stride,), 0xEE, dtype=torch.uint8, device=DEVICE)
+    far = PagedKV(pool.as_strided((5, PAGE, record.bytes), (stride, record.bytes, 1)), record)
+    near = PagedKV(torch.full((5, PAGE, record.bytes), 0xEE, dtype=torch.uint8, device=DEVICE), record)
+    x, slots = torch.randn(rows, dim, device=DEVICE).to(BF16), ints(19, -1, 0, 7, 16, 4).to(DEVICE)
+    cos, sin = (y.to(DEVICE) for y in rope_table(torch.arange(rows) * 1000 + 3, 64, 160_000.0, 16.0))
+
+    def step() -> None:
+        ops.write_cache(x, cos, sin, slots, far)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    ops.write_cache(x, cos, sin, slots, near)
+    for shift in range(3):
+        slots.copy_(torch.where(slots.roll(shift) < 0, -1, (slots.roll(shift) + 1) % 20))
+        x.copy_(torch.randn_like(x, dtype=torch.float32))
+        graph.replay()
+        ops.write_cache(x, cos, sin, slots, near)
+        assert torch.equal(far.pages, near.pages)
+    between = pool.as_strided((4, 64), (stride, 1), PAGE * record.bytes)
+    assert (between == 0xEE).all()

@@ -7,6 +7,7 @@ import torch
 
 from ..._op import Kernel, Op, check, check_tensor, check_values, output, workspace
 from ...cache import PagedKV
+from ..norm_rope.api import check_rope_table
 
 TILE = 64  # keys, and heads, that a block of the Hopper kernel takes at a time
 BLOCKS = 132  # blocks that the automatic number of splits fills; a constant, so that it needs no device
@@ -62,7 +63,8 @@ def _aligned(*tensors: torch.Tensor) -> bool:
 
 def _hopper(
     q: Any, window: Any, window_layout: Any, window_ids: Any, compressed: Any, compressed_layout: Any,
-    compressed_ids: Any, sink: Any, scale: Any, num_splits: Any, out: Any, lse: Any, scratch: Any,
+    compressed_ids: Any, sink: Any, cos: Any, sin: Any, scale: Any, num_splits: Any, out: Any, lse: Any,
+    scratch: Any,
 ) -> str | None:  # fmt: skip
     if q.shape[2] != 512:
         return f"head_dim must be 512, got {q.shape[2]}"
@@ -70,6 +72,8 @@ def _hopper(
         return "fewer than 2^31 rows of heads"
     if not 0 < scale < float("inf"):
         return f"a positive scale, got {scale}"
+    if cos is not None and cos.shape[1] != 32:
+        return f"inverse RoPE of the last 64 columns, got {2 * cos.shape[1]}"
     if not _aligned(q, out):
         strides = f"{q.stride()}, {out.stride()}"
         return f"q and out must start and step in multiples of 16 bytes, got strides {strides}"
@@ -88,7 +92,8 @@ def _hopper(
 
 def _portable(
     q: Any, window: Any, window_layout: Any, window_ids: Any, compressed: Any, compressed_layout: Any,
-    compressed_ids: Any, sink: Any, scale: Any, num_splits: Any, out: Any, lse: Any, scratch: Any,
+    compressed_ids: Any, sink: Any, cos: Any, sin: Any, scale: Any, num_splits: Any, out: Any, lse: Any,
+    scratch: Any,
 ) -> str | None:  # fmt: skip
     if q.shape[2] > 1024:
         return f"head_dim at most 1024, got {q.shape[2]}"
@@ -120,8 +125,8 @@ def _flashmla(records: set[str]) -> Callable[..., str | None]:
 _V4 = {"v4", "v4+v4"}
 _ATTN = Op(
     "sparse_attn(Tensor q, Tensor window, str window_layout, Tensor window_ids, Tensor? compressed,"
-    " str compressed_layout, Tensor? compressed_ids, Tensor? sink, float scale, int num_splits,"
-    " Tensor(a!) out, Tensor(b!) lse, Tensor(c!) scratch) -> ()",
+    " str compressed_layout, Tensor? compressed_ids, Tensor? sink, Tensor? cos, Tensor? sin,"
+    " float scale, int num_splits, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) scratch) -> ()",
     reference="dsv41_reference.attn:sparse_attn",
     package=__package__,
     kernels=(
@@ -148,6 +153,7 @@ def sparse_attn(
     *,
     scale: float,
     sink: torch.Tensor | None = None,
+    inverse_rope: tuple[torch.Tensor, torch.Tensor] | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
@@ -158,7 +164,8 @@ def sparse_attn(
         z[h, k] = scale * <q[h], kv[k]>,  M = max(z, sink[h]),  e = exp(z - M)
         out[h]  = sum_k bf16(e[k]) kv[k] / (sum_k e[k] + exp(sink[h] - M))
 
-    A record is key and value of all heads. The sink is not multiplied by the scale and has no value.
+    A record is key and value of all heads. The sink is not multiplied by the scale and has no value. With
+    ``inverse_rope`` the rounded output is what ``rope(out, cos, sin, inverse=True)`` makes of it.
 
     Args:
         q: [num_tokens, num_heads, head_dim] bf16.
@@ -169,6 +176,8 @@ def sparse_attn(
             nothing.
         scale: multiplies the scores.
         sink: [num_heads] f32, or None for no sink.
+        inverse_rope: (cos, sin) [num_tokens, rope_dim/2] f32 of the queries' positions: rotate the output
+            back, for ``grouped_linear``. None leaves it as it is.
         return_lse: also return the log-sum-exp of the scores, without the sink.
         num_splits: parts into which the keys of a query are split on an accelerator, at least 1. None takes
             what fills the device, so that a row's last bits may depend on the batch; with a fixed number
@@ -200,12 +209,16 @@ def sparse_attn(
         check(cache.record.dim == q.shape[2], name, f"{label}: records of width {q.shape[2]}", cache.record)
         check(cache.pages.device == q.device, name, f"{label} on {q.device}", f"{cache.pages.device}")
         check_tensor(name, f"{label}_ids", ids, (tokens, None), torch.int32, like=q)
-        if check_values() and ids.numel():
-            low, high = int(ids.min()), int(ids.max())
-            good = low >= -1 and high < cache.num_slots
-            check(good, name, f"{label}_ids: -1 to {cache.num_slots - 1}", f"{low} to {high}")
+        if check_values():
+            wrong = ((ids < -1) | (ids >= cache.num_slots)).nonzero()[:1].tolist()
+            for row, column in wrong:
+                got = f"{int(ids[row, column])} in row {row}"
+                check(False, name, f"{label}_ids: -1 to {cache.num_slots - 1}", got)
     if sink is not None:
         check_tensor(name, "sink", sink, (heads,), torch.float32, like=q)
+    cos, sin = inverse_rope or (None, None)
+    if cos is not None and sin is not None:
+        check_rope_table(name, cos, sin, tokens, q.shape[2], q)
     out = output(name, out, tuple(q.shape), torch.bfloat16, q)
     lse = output(name, None, (tokens, heads) if return_lse else (0, 0), torch.float32, q)
     extra, far = (None, "", None), 0
@@ -219,6 +232,7 @@ def sparse_attn(
     size = sparse_attn_scratch(tokens, heads, q.shape[2], near, far, num_splits)
     scratch = workspace(name, scratch, size, q)
     _ATTN(
-        q, window.pages, window.record.layout, window_ids, *extra, sink, scale, num_splits, out, lse, scratch
-    )
+        q, window.pages, window.record.layout, window_ids, *extra, sink, cos, sin, scale, num_splits, out,
+        lse, scratch,
+    )  # fmt: skip
     return out, lse if return_lse else None

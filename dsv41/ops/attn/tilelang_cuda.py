@@ -9,14 +9,14 @@ from ..._op import compiled
 from .._tilelang import build, device_source
 
 BLOCKS = 132  # blocks of the persistent kernel; any number is right
-THREADS = 384
-SHARED_BYTES = 226304  # sizeof(Shared) in sparse_attn.cuh and the padding of its alignment
+THREADS = 512
+SHARED_BYTES = 230400  # sizeof(Shared) in sparse_attn.cuh and the padding of its alignment
 NUMBERS = {"mxfp8": 0, "nvfp4": 1, "v4": 2, "bf16": 3}  # enum Layout
 
 
 def _source() -> str:
-    files = (Path(__file__).parent / name for name in ("records.cuh", "sparse_attn.cuh"))
-    return device_source(*files, wgmma={"bf16_ss": (64,), "bf16_rs_t": (256,)})
+    files = (Path(__file__).parent / name for name in ("records.cuh", "sparse_attn.cuh", "combine.cuh"))
+    return device_source(*files, wgmma={"bf16_ss": (64,), "bf16_rs_t": (128,)})
 
 
 @compiled
@@ -47,6 +47,10 @@ def _attend(window_layout, compressed_layout, arch):
         compressed_ids_stride: T.int64,
         compressed_count: T.int32,
         sink: T.int64,
+        cos: T.int64,
+        cos_row: T.int64,
+        sin: T.int64,
+        sin_row: T.int64,
         scale: T.float32,
         splits: T.int32,
         out_row: T.int64,
@@ -63,8 +67,8 @@ def _attend(window_layout, compressed_layout, arch):
                 window, window_stride, window_page, window_slots, window_ids, window_ids_stride, window_count,
                 compressed, compressed_stride, compressed_page, compressed_slots,
                 compressed_ids, compressed_ids_stride, compressed_count,
-                sink, scale, splits, anchor.access_ptr("w"), out_row, out_head, lse, scratch,
-                shared.access_ptr("rw"),
+                sink, cos, cos_row, sin, sin_row, scale, splits,
+                anchor.access_ptr("w"), out_row, out_head, lse, scratch, shared.access_ptr("rw"),
             )  # fmt: skip
 
     return build(sparse_attn, arch)
@@ -82,6 +86,10 @@ def _combine(arch):
         heads: T.int32,
         splits: T.int32,
         sink: T.int64,
+        cos: T.int64,
+        cos_row: T.int64,
+        sin: T.int64,
+        sin_row: T.int64,
         out_row: T.int64,
         out_head: T.int64,
         lse: T.int64,
@@ -89,8 +97,8 @@ def _combine(arch):
         with T.Kernel(rows * heads, threads=128) as _:
             T.import_source(source)
             T.call_extern(
-                "handle", "sparse_attn::combine", scratch, rows, heads, splits, sink, anchor.access_ptr("w"),
-                out_row, out_head, lse,
+                "handle", "sparse_attn::combine", scratch, rows, heads, splits, sink,
+                cos, cos_row, sin, sin_row, anchor.access_ptr("w"), out_row, out_head, lse,
             )  # fmt: skip
 
     return build(combine, arch)
@@ -104,8 +112,8 @@ def variants(cfg):
 
 
 def sparse_attn(
-    q, window, window_layout, window_ids, compressed, compressed_layout, compressed_ids, sink, scale,
-    num_splits, out, lse, scratch,
+    q, window, window_layout, window_ids, compressed, compressed_layout, compressed_ids, sink, cos,
+    sin, scale, num_splits, out, lse, scratch,
 ):  # fmt: skip
     """Launch of ``dsv41.ops.sparse_attn``."""
     rows, heads, _ = q.shape
@@ -119,14 +127,16 @@ def sparse_attn(
         sets += [pages.data_ptr(), pages.stride(0), page, pages.shape[0] * pages.shape[1]]
         sets += [ids.data_ptr(), ids.stride(0), ids.shape[1]]
     sink_at = 0 if sink is None else sink.data_ptr()
+    angles = [0, 0, 0, 0] if cos is None else [cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0)]
     lse_at = lse.data_ptr() if lse.numel() else 0
     anchor = out.view(torch.uint8).as_strided((16,), (1,))
     items = rows * -(-heads // 64) * num_splits
     _attend(window_layout, compressed_layout, "sm_90a")(
-        anchor, q.data_ptr(), q.stride(0), q.stride(1), rows, heads, *sets, sink_at, scale, num_splits,
-        out.stride(0), out.stride(1), lse_at, scratch.data_ptr(), min(items, BLOCKS),
+        anchor, q.data_ptr(), q.stride(0), q.stride(1), rows, heads, *sets, sink_at, *angles, scale,
+        num_splits, out.stride(0), out.stride(1), lse_at, scratch.data_ptr(), min(items, BLOCKS),
     )  # fmt: skip
     if num_splits > 1:
         _combine("sm_90a")(
-            anchor, scratch.data_ptr(), rows, heads, num_splits, sink_at, out.stride(0), out.stride(1), lse_at
-        )
+            anchor, scratch.data_ptr(), rows, heads, num_splits, sink_at, *angles,
+            out.stride(0), out.stride(1), lse_at,
+        )  # fmt: skip

@@ -104,9 +104,10 @@ def _scores(
 def _attend(
     q, q_row, q_head, heads, window, window_stride, window_page, window_slots, window_ids, window_ids_row,
     window_count, compressed, compressed_stride, compressed_page, compressed_slots, compressed_ids,
-    compressed_ids_row, compressed_count, sink, scale, out, out_row, out_head, lse,
+    compressed_ids_row, compressed_count, sink, cos, cos_row, sin, sin_row, pairs, scale, out,
+    out_row, out_head, lse,
     dim: tl.constexpr, width: tl.constexpr, window_layout: tl.constexpr, compressed_layout: tl.constexpr,
-    has_sink: tl.constexpr, has_lse: tl.constexpr, keys: tl.constexpr,
+    has_sink: tl.constexpr, has_angles: tl.constexpr, has_lse: tl.constexpr, keys: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64) // heads, tl.program_id(0) % heads
     d, block = tl.arange(0, width), tl.arange(0, keys)
@@ -147,7 +148,16 @@ def _attend(
     total = tl.where(bad > 0, float("nan"), total)
     denominator = total + tl.exp(logit - top)
     result = tl.where(denominator == 0, 0.0, value / denominator)
-    tl.store(out + row * out_row + head * out_head + d, _round_bf16(result).to(tl.bfloat16), d < dim)
+    result = _round_bf16(result)
+    if has_angles:
+        a, b = tl.split(tl.reshape(result, (width // 2, 2)))
+        at = tl.arange(0, width // 2) - (dim // 2 - pairs)
+        turned = (at >= 0) & (at < pairs)
+        c, s = tl.load(cos + row * cos_row + at, turned, 1.0), tl.load(sin + row * sin_row + at, turned, 0.0)
+        x, y = a * c + b * s, b * c - a * s
+        result = tl.reshape(tl.join(tl.where(turned, x, a), tl.where(turned, y, b)), (width,))
+        result = _round_bf16(result)
+    tl.store(out + row * out_row + head * out_head + d, result.to(tl.bfloat16), d < dim)
     if has_lse:
         empty = total == 0
         tl.store(
@@ -157,8 +167,8 @@ def _attend(
 
 
 def sparse_attn(
-    q, window, window_layout, window_ids, compressed, compressed_layout, compressed_ids, sink, scale,
-    num_splits, out, lse, scratch,
+    q, window, window_layout, window_ids, compressed, compressed_layout, compressed_ids, sink, cos,
+    sin, scale, num_splits, out, lse, scratch,
 ):  # fmt: skip
     """Launch of ``dsv41.ops.sparse_attn``: a program a row and head; nothing is split."""
     rows, heads, dim = q.shape
@@ -170,9 +180,11 @@ def sparse_attn(
     for pages, ids in ((window, window_ids), (compressed, compressed_ids)):
         sets += [pages, pages.stride(0), max(pages.shape[1], 1), pages.shape[0] * pages.shape[1]]
         sets += [ids, ids.stride(0), ids.shape[1]]
-    has_lse = lse.numel() > 0
+    has_lse, turns = lse.numel() > 0, cos is not None
+    angles = (cos, cos.stride(0), sin, sin.stride(0), cos.shape[1]) if turns else (q, 0, q, 0, 0)
     _attend[(rows * heads,)](
-        q, q.stride(0), q.stride(1), heads, *sets, q if sink is None else sink, scale,
+        q, q.stride(0), q.stride(1), heads, *sets, q if sink is None else sink, *angles, scale,
         out, out.stride(0), out.stride(1), lse if has_lse else q,
-        dim, triton.next_power_of_2(dim), window_layout, compressed_layout, sink is not None, has_lse, KEYS,
+        dim, triton.next_power_of_2(dim), window_layout, compressed_layout, sink is not None, turns,
+        has_lse, KEYS,
     )  # fmt: skip
