@@ -49,25 +49,25 @@ def emulate_moe(x, ids, weights, experts, limit, shape, shared=None):
     emulate(source, f"moe::prepare<{hidden}, {kind}>", args, grid=n + 2, threads=256, shared_bytes=64)
     w13, w13_scale, w2, w2_scale, _ = experts.flat()
     made, made_scale = inner, inner_scale
-    if shape.prepared:
+    if shape.folded:
         made = assigned.view(torch.uint8).view(-1)
         made_scale = made[tokens * top_k * inter :]
     # Columns of a tile past its rows are multiplied with whatever is there.
     launch = {
         "grid": 2,
-        "threads": 128 + 256 * shape.k_groups,
+        "threads": 640,
         "shared_bytes": 227 * 1024,
         "uninitialised": "allow",
     }
-    operand = values if shape.tokens in ("Native", "Fine") else ready
+    operand = values if shape.tokens == "Native" else ready
     emulate(
         source,
         f"moe::gate_up<{hidden}, {inter}, {shape.template}>",
-        [w13, w13_scale, operand, ready_scale, begins, order, weights, n, top_k, base, float(limit), unit2,
+        [w13, w13_scale, operand, ready_scale, begins, order, weights, n, top_k, base, float(limit),
          made, made_scale, SHARED],
         **launch,
     )  # fmt: skip
-    if shape.prepared:
+    if shape.folded:
         rows = tokens * top_k
         emulate(
             source,
@@ -94,12 +94,11 @@ def emulate_moe(x, ids, weights, experts, limit, shape, shared=None):
 
 
 SHAPES = {
-    "native": Shape((8, 16), 1, 2, "Native"),
-    "bf16": Shape((8, 16), 2, 1, "Bf16"),
-    "exact, few rows": Shape((8, 16), 1, 2, "Split"),
-    "exact, wide": Shape((8, 48), 2, 1, "Split"),  # more than 64 columns are two chains
-    "exact, prefill": Shape((16, 80), 2, 1, "Fine"),
-    "fp8": Shape((16, 80), 2, 1, "Coarse"),
+    "native": Shape((8, 16), 2, "Native"),
+    "bf16": Shape((8, 16), 1, "Bf16"),
+    "exact, few rows": Shape((8, 16), 2, "Split"),
+    "exact": Shape((8, 48), 1, "Split"),  # more than 64 columns take two turns
+    "fp8": Shape((16, 80), 1, "Coarse"),
 }
 
 
@@ -161,9 +160,8 @@ MISTAKES = {  # shape, text of the sources, what it becomes
     "scale of the first block": ("bf16", "row ? high : low, step >> 1)", "row ? high : low, 0)"),
     "scale of the first block, folded": ("exact, few rows", "0x4440 | q", "0x4440"),
     "token scale of the first block": ("native", "component(early[2 * j + i], q - 1)", "early[2 * j + i].x"),
-    "token scale of the first half": ("fp8", "half * WIDE + 8 * j", "8 * j"),
-    "token scale of the first 32": ("exact, prefill", "q * L::ROWS + half", "half"),
-    "lower parts left out": ("exact, wide", " + more[8 * j + 4 + i]", ""),
+    "token scale of the first turn": ("fp8", "scales + turn * WIDE + 8 * j", "scales + 8 * j"),
+    "lower parts left out": ("exact", " + more[8 * j + 4 + i]", ""),
     "smallest of four scales": ("fp8", "int top = max(max(", "int top = min(min("),
     "no clamp of up": ("bf16", "up = up > limit ? limit : up < -limit ? -limit : up;", ""),
     "weight of the first row": ("bf16", "__int_as_float(notes[n])", "__int_as_float(notes[0])"),
@@ -183,8 +181,8 @@ def test_planted_mistakes_are_seen(mistake, monkeypatch):
     torch.manual_seed(0)
     experts = make_experts(3, 256, 128)
     name, old, new = MISTAKES[mistake]
-    # More rows an expert than one half of a tile has, where halves are looked at.
-    x, ids, weights = case("one expert" if SHAPES[name].m_blocks > 1 else "ragged")
+    # More rows an expert than one turn of a tile takes, where turns are looked at.
+    x, ids, weights = case("one expert" if SHAPES[name].k_groups == 1 else "ragged")
     want = mxfp4_moe(x, ids, weights, plain(experts, SHAPES[name]), limit=1.0)
     assert old in device_source(HERE / "weights_gemm.cuh", SOURCE)
     monkeypatch.setattr(f"{__name__}.EDIT", (old, new))

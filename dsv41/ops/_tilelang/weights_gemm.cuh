@@ -3,10 +3,10 @@
 // The weights are the A operand of wgmma and come from registers, decoded there from 4 or 8 bits (exact in
 // bf16); the tokens are the B operand, bf16 in shared memory. So a tile of 8 tokens costs the tensor cores an
 // eighth of a tile of 64 and the time of a decode step is the bytes of the weights. One producer warp group
-// copies (weights with the copy engine, token rows with 16-byte gathers); consumer warp groups multiply. Two
-// shapes: M_BLOCKS = 2, K_GROUPS = 1 (256 features, two groups of 128: the least traffic of token rows) and
-// M_BLOCKS = 1, K_GROUPS = 2 (128 features, four groups that take turns at the blocks of k: enough warps to keep
-// the decoding ahead of the memory). In one shape a token's sum has the same order whatever tile it is in.
+// copies (weights with the copy engine, token rows with 16-byte gathers); four consumer warp groups multiply, 64
+// features each. K_GROUPS = 1: a tile of 256 features, the least traffic of token rows. K_GROUPS = 2: 128 features,
+// pairs of groups take turns at the blocks of k, so that there are more tiles. In one shape a token's sum has the same
+// order whatever tile it is in.
 //
 // Packed weights: [expert][block of 128 features][block of 128 k][block of 64 features][bytes in the order the
 // threads read them], see dsv41/ops/_tilelang/pack.py. Scale codes likewise, as exponents of bf16.
@@ -129,40 +129,37 @@ struct Schedule {
 };
 
 // How token rows come. Bf16: in the order of k that the weights' fragments have. Native: E4M3 in the natural order
-// with a float scale each 32. The others are for folded weights. Fine: as Native. Coarse: a scale each 128. Split: a
-// scale each 128, but exact: sums of two E5M2 values, the 128 upper ones first, two columns of the product a token.
-template <int VALUE_BYTES, int SCALE_BYTES, int TOKEN_COLUMNS, bool FOLDED_WEIGHTS>
+// with a float scale each 32. For folded weights, with a float scale each 128: Coarse, E4M3; Split, exact, sums of two
+// E5M2 values, the 128 upper ones first, two columns of the product a token.
+template <int VALUE_BYTES, int SCALE_BYTES, int TOKEN_COLUMNS>
 struct TokensAs {
   static constexpr int BYTES = VALUE_BYTES, SCALES = SCALE_BYTES;  // of a value; of the scales of a row for 128 k
   static constexpr int COLUMNS = TOKEN_COLUMNS;
-  static constexpr bool FOLDED = FOLDED_WEIGHTS;
+  static constexpr bool FOLDED = SCALE_BYTES == 4;
 };
-using Bf16 = TokensAs<2, 0, 1, false>;
-using Native = TokensAs<1, 16, 1, false>;
-using Fine = TokensAs<1, 16, 1, true>;
-using Coarse = TokensAs<1, 4, 1, true>;
-using Split = TokensAs<2, 4, 2, true>;
+using Bf16 = TokensAs<2, 0, 1>;
+using Native = TokensAs<1, 16, 1>;
+using Coarse = TokensAs<1, 4, 1>;
+using Split = TokensAs<2, 4, 2>;
 
-template <int K, int MAX_ROWS, int M_BLOCKS, int K_GROUPS, class Format, class Tokens>
+template <int K, int MAX_ROWS, int K_GROUPS, class Format, class Tokens>
 struct Layout {
-  static constexpr int K_BLOCKS = K / BLOCK_K, BLOCKS = 2 * M_BLOCKS;  // BLOCKS: blocks of 64 features of a tile
-  static constexpr int THREADS = 128 + 256 * K_GROUPS;
+  static constexpr int K_BLOCKS = K / BLOCK_K, BLOCKS = 4 / K_GROUPS;  // BLOCKS: blocks of 64 features of a tile
   // Registers of a producer and of a consumer thread: out of what the block got at its start, or it waits for ever.
+  static constexpr int THREADS = 640, PRODUCER = 56, CONSUMER = 104;
   static constexpr bool FOLDED = Tokens::FOLDED;
-  static constexpr int ROWS = MAX_ROWS;
-  static constexpr int PRODUCER = FOLDED && K_GROUPS == 1 ? 40 : 56;
-  static constexpr int CONSUMER = K_GROUPS > 1 ? 104 : FOLDED ? 232 : 224;
-  static constexpr int PRODUCERS = 96;  // threads that copy token rows; the first warp copies weights
-  static_assert(128 * PRODUCER + 256 * K_GROUPS * CONSUMER <= 65536 / THREADS / 8 * 8 * THREADS);
+  // Three warps copy token rows, the first one copies weights. They share a block of k, or, with few rows, take turns.
+  static constexpr int TEAMS = MAX_ROWS <= 32 ? 3 : 1, PRODUCERS = 96 / TEAMS;
+  static_assert(128 * PRODUCER + 512 * CONSUMER <= 65536 / THREADS / 8 * 8 * THREADS);
   static constexpr int VALUES = Format::WORDS * 512, SCALES = Format::SCALES;
   static constexpr int TOKENS = MAX_ROWS * BLOCK_K * Tokens::BYTES, TOKEN_SCALES = MAX_ROWS * Tokens::SCALES;
   static constexpr int STAGE = (TOKENS + BLOCKS * (VALUES + SCALES) + TOKEN_SCALES + 1023) / 1024 * 1024;
-  static constexpr int SUMS = K_GROUPS == 1 ? 0 : MAX_ROWS * 512 * M_BLOCKS;  // a group's sums for the other
+  static constexpr int SUMS = K_GROUPS == 1 ? 0 : MAX_ROWS * 512;  // a group's sums for the other
   // Schedule, the epilogues' words and maxima, barriers.
-  static constexpr int REST = SUMS + 4096 + 2 * MAX_ROWS * (4 + 8) + 256;
+  static constexpr int REST = SUMS + 4096 + BLOCKS * MAX_ROWS * (4 + 8) + 256;
   static constexpr int FIT = (232448 - REST) / STAGE;
   static constexpr int STAGES = FIT < 12 ? FIT : 12;
-  static constexpr int LAG = STAGES / 2;  // stages of token rows in flight
+  static constexpr int LAG = STAGES / 2 / TEAMS;  // blocks of token rows that a team has in flight
   static constexpr int BYTES = STAGES * STAGE + REST;
   uint8_t* base;
   __device__ __forceinline__ uint8_t* tokens(int stage) const { return base + stage * STAGE; }
@@ -184,7 +181,7 @@ struct Layout {
     return reinterpret_cast<__nv_bfloat16*>(rest() + SUMS + 4096 + group * MAX_ROWS * 8);
   }
   __device__ __forceinline__ int* notes(int group) const {  // a word a token for the epilogue
-    return reinterpret_cast<int*>(rest() + SUMS + 4096 + MAX_ROWS * 16) + group * MAX_ROWS;
+    return reinterpret_cast<int*>(rest() + SUMS + 4096 + BLOCKS * MAX_ROWS * 8) + group * MAX_ROWS;
   }
   __device__ __forceinline__ uint64_t* full(int stage) const {
     return reinterpret_cast<uint64_t*>(rest() + REST - 256) + stage;
@@ -205,12 +202,12 @@ struct Ring {
 };
 
 // Multiplies one tile of N tokens with this group's features, over this group's blocks of k.
-template <int N, int M_BLOCKS, int K_GROUPS, class L, class Format>
+template <int N, int K_GROUPS, class L, class Format>
 __device__ __forceinline__ void multiply_tile(const L& smem, int group, int k_group, int thread, int position,
-                                              float (&acc)[M_BLOCKS][N / 2]) {
+                                              float (&acc)[N / 2]) {
   constexpr int HALF = L::TOKENS / 2;
-  Format weights[M_BLOCKS];
-  uint32_t a[2][M_BLOCKS][4];
+  Format weights;
+  uint32_t a[2][4];
   int previous = -1;
   Ring<L::STAGES> ring(position + k_group);
 #pragma unroll 1
@@ -218,28 +215,21 @@ __device__ __forceinline__ void multiply_tile(const L& smem, int group, int k_gr
     int stage = ring.stage;
     hopper::barrier_wait(smem.full(stage), ring.phase);
     ring.advance(K_GROUPS);
-#pragma unroll
-    for (int m = 0; m < M_BLOCKS; ++m)
-      weights[m].load(smem.values(stage, group * M_BLOCKS + m), smem.scales(stage, group * M_BLOCKS + m),
-                      thread);
+    weights.load(smem.values(stage, group), smem.scales(stage, group), thread);
     uint64_t tokens = hopper::tile_descriptor(hopper::smem_address(smem.tokens(stage)));
 #pragma unroll
     for (int step = 0; step < 8; ++step) {
       hopper::wgmma_wait<1>();  // a[step & 1] is free again
       if (step == 1 && previous >= 0 && (thread & 31) == 0) hopper::barrier_arrive(smem.empty(previous));
-#pragma unroll
-      for (int m = 0; m < M_BLOCKS; ++m) weights[m].decode(step, a[step & 1][m]);
+      weights.decode(step, a[step & 1]);
       hopper::wgmma_fence();
-#pragma unroll
-      for (int m = 0; m < M_BLOCKS; ++m)
-        hopper::wgmma_bf16_rs(acc[m], a[step & 1][m], tokens + ((step >> 2) * HALF + (step & 3) * 32) / 16, 1);
+      hopper::wgmma_bf16_rs(acc, a[step & 1], tokens + ((step >> 2) * HALF + (step & 3) * 32) / 16, 1);
       hopper::wgmma_commit();
     }
     previous = stage;
   }
   hopper::wgmma_wait<0>();
-#pragma unroll
-  for (int m = 0; m < M_BLOCKS; ++m) hopper::keep(acc[m]);
+  hopper::keep(acc);
   if (previous >= 0 && (thread & 31) == 0) hopper::barrier_arrive(smem.empty(previous));
 }
 
@@ -297,16 +287,13 @@ __device__ __forceinline__ void multiply_native(const L& smem, int group, int k_
   }
 }
 
-// The same with folded weights: what has one scale of a token (128 k, or 32) adds up on the tensor cores, a chain of
-// products; then the scale is applied in f32, while the next chain runs where registers suffice for two.
-template <int N, int M_BLOCKS, int K_GROUPS, class L, class Format, class Tokens>
+// The same with folded weights: 128 k add up on the tensor cores, then the token's scale is applied in f32. Wide
+// tiles take two turns, for want of registers.
+template <int N, int K_GROUPS, class L, class Format, class Tokens>
 __device__ __forceinline__ void multiply_folded(const L& smem, uint2 fold, int group, int k_group, int thread,
-                                                int position, float (&acc)[M_BLOCKS][N / 2]) {
-  constexpr int COLUMNS = Tokens::COLUMNS, HALVES = N * COLUMNS > 64 && N % 16 == 0 ? 2 : 1, WIDE = N / HALVES;
-  constexpr int SCALES = Tokens::SCALES / 4, LENGTH = 4 / SCALES;          // of a block; products of a chain
-  constexpr int EACH = HALVES * SCALES, CHAINS = M_BLOCKS * EACH;          // chains of 64 features, of all
-  constexpr int PARTS = CHAINS > 1 && M_BLOCKS * N / 2 + WIDE * COLUMNS <= 192 ? 2 : 1;
-  float part[PARTS][WIDE * COLUMNS / 2] = {};
+                                                int position, float (&acc)[N / 2]) {
+  constexpr int COLUMNS = Tokens::COLUMNS, TURNS = N * COLUMNS > 64 && N % 16 == 0 ? 2 : 1, WIDE = N / TURNS;
+  float part[WIDE * COLUMNS / 2] = {};
   uint32_t a[4][4];
   Ring<L::STAGES> ring(position + k_group);
 #pragma unroll 1
@@ -316,90 +303,72 @@ __device__ __forceinline__ void multiply_folded(const L& smem, uint2 fold, int g
     ring.advance(K_GROUPS);
     uint64_t tokens = hopper::tile_descriptor(hopper::smem_address(smem.tokens(stage)));
     const float* scales = smem.token_scales(stage) + 2 * (thread & 3);
-    auto add = [&](int chain) {
-      int half = chain % HALVES, q = chain / HALVES % SCALES;
-      hopper::keep(part[chain % PARTS]);
-      const float* more = part[chain % PARTS];
-      float* sum = acc[chain / EACH] + half * (WIDE / 2);
+    Format weights;
+    weights.load(smem.values(stage, group), smem.scales(stage, group), thread);
 #pragma unroll
-      for (int j = 0; j < WIDE / 8; ++j) {
-        float2 scale = *reinterpret_cast<const float2*>(scales + q * L::ROWS + half * WIDE + 8 * j);
+    for (int q = 0; q < 4; ++q) weights.decode_folded(q, fold, a[q]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float value = COLUMNS == 1 ? more[4 * j + i] : more[8 * j + i] + more[8 * j + 4 + i];
-          sum[4 * j + i] += value * (i & 1 ? scale.y : scale.x);
-        }
-      }
-    };
-#pragma unroll
-    for (int chain = 0; chain < CHAINS; ++chain) {
-      int half = chain % HALVES, q = chain / HALVES % SCALES;
-      if (chain % EACH == 0) {
-        Format weights;
-        int m = group * M_BLOCKS + chain / EACH;
-        weights.load(smem.values(stage, m), smem.scales(stage, m), thread);
-        if (chain > 0) hopper::wgmma_wait<0>();  // the fragments are free
-#pragma unroll
-        for (int i = 0; i < 4; ++i) weights.decode_folded(i, fold, a[i]);
-      }
-      if (PARTS == 1 && chain > 0) {
-        hopper::wgmma_wait<0>();
-        add(chain - 1);
-      }
+    for (int turn = 0; turn < TURNS; ++turn) {
       hopper::wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < LENGTH; ++i) {
-        uint64_t b = tokens + half * (WIDE * COLUMNS * 8) + 2 * (q + i);
+      for (int q = 0; q < 4; ++q) {
+        uint64_t b = tokens + turn * (WIDE * COLUMNS * 8) + 2 * q;
         if constexpr (COLUMNS == 1)
-          hopper::wgmma_e5m2e4m3_rs(part[chain % PARTS], a[q + i], b, i > 0);
+          hopper::wgmma_e5m2e4m3_rs(part, a[q], b, q > 0);
         else
-          hopper::wgmma_e5m2_rs(part[chain % PARTS], a[q + i], b, i > 0);
+          hopper::wgmma_e5m2_rs(part, a[q], b, q > 0);
       }
       hopper::wgmma_commit();
-      if (PARTS == 2 && chain > 0) {  // while this chain runs
-        hopper::wgmma_wait<1>();
-        add(chain - 1);
+      float2 scale[WIDE / 8];  // read while the products run
+#pragma unroll
+      for (int j = 0; j < WIDE / 8; ++j) scale[j] = *reinterpret_cast<const float2*>(scales + turn * WIDE + 8 * j);
+      hopper::wgmma_wait<0>();
+      hopper::keep(part);
+      if (turn == TURNS - 1 && (thread & 31) == 0) hopper::barrier_arrive(smem.empty(stage));
+#pragma unroll
+      for (int j = 0; j < WIDE / 8; ++j) {
+        float* sum = acc + turn * (WIDE / 2) + 4 * j;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float value = COLUMNS == 1 ? part[4 * j + i] : part[8 * j + i] + part[8 * j + 4 + i];
+          sum[i] += value * (i & 1 ? scale[j].y : scale[j].x);
+        }
       }
     }
-    hopper::wgmma_wait<0>();
-    add(CHAINS - 1);
-    if ((thread & 31) == 0) hopper::barrier_arrive(smem.empty(stage));
   }
 }
 
-template <int N, int M_BLOCKS, int K_GROUPS, class L, class Format, class Tokens, class Epilogue>
+template <int N, int K_GROUPS, class L, class Format, class Tokens, class Epilogue>
 __device__ __forceinline__ void finish_tile(const L& smem, uint2 fold, int group, int k_group, int thread,
                                             int position, const Tile& tile, const Epilogue& epilogue) {
   thread = hopper::opaque(thread);
-  float acc[M_BLOCKS][N / 2] = {};  // written before the first product: otherwise ptxas keeps it live for ever
+  float acc[N / 2] = {};  // written before the first product: otherwise ptxas keeps it live for ever
   // Loads of the epilogue's words hide behind the products.
   if (k_group == 0)
     for (int n = thread; n < tile.rows; n += 128) smem.notes(group)[n] = epilogue.note(tile.row + n);
   if constexpr (L::FOLDED)
-    multiply_folded<N, M_BLOCKS, K_GROUPS, L, Format, Tokens>(smem, fold, group, k_group, thread, position, acc);
+    multiply_folded<N, K_GROUPS, L, Format, Tokens>(smem, fold, group, k_group, thread, position, acc);
   else if constexpr (Tokens::SCALES > 0)
-    multiply_native<N, K_GROUPS, L, Format>(smem, group, k_group, thread, position, acc[0]);
+    multiply_native<N, K_GROUPS, L, Format>(smem, group, k_group, thread, position, acc);
   else
-    multiply_tile<N, M_BLOCKS, K_GROUPS, L, Format>(smem, group, k_group, thread, position, acc);
+    multiply_tile<N, K_GROUPS, L, Format>(smem, group, k_group, thread, position, acc);
   if (K_GROUPS > 1) {
     float* sums = smem.sums(group) + thread;
     if (k_group == 1) {
-      hopper::named_barrier(4 + group, 256);  // the previous tile's sums have been read
+      hopper::named_barrier(6 + group, 256);  // the previous tile's sums have been read
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) sums[i * 128] = acc[0][i];
-      hopper::named_barrier(6 + group, 256);
+      for (int i = 0; i < N / 2; ++i) sums[i * 128] = acc[i];
+      hopper::named_barrier(8 + group, 256);
       return;
     }
-    hopper::named_barrier_arrive(4 + group, 256);
-    hopper::named_barrier(6 + group, 256);
+    hopper::named_barrier_arrive(6 + group, 256);
+    hopper::named_barrier(8 + group, 256);
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) acc[0][i] += sums[i * 128];
+    for (int i = 0; i < N / 2; ++i) acc[i] += sums[i * 128];
   }
   hopper::named_barrier(2 + group, 128);  // the notes are there
-#pragma unroll
-  for (int m = 0; m < M_BLOCKS; ++m)
-    epilogue.template operator()<N>(acc[m], tile, tile.block * L::BLOCKS + group * M_BLOCKS + m, group, thread,
-                                    smem.notes(group), smem.maxima(group));
+  epilogue.template operator()<N>(acc, tile, tile.block * L::BLOCKS + group, group, thread, smem.notes(group),
+                                  smem.maxima(group));
   hopper::named_barrier(2 + group, 128);  // and may be overwritten
 }
 
@@ -409,11 +378,11 @@ __device__ __forceinline__ uint32_t pair_bf16(float low, float high) {
 
 // The whole kernel. `rows` gives the row of `x` (and of its scales, one a 32 or 128 k, where it has some) of a
 // position. `features`: of one expert; `base`: the code of scale that folded weights are relative to.
-template <int K, int MAX_ROWS, int M_BLOCKS, int K_GROUPS, class Format, class Tokens, class Rows, class Epilogue>
+template <int K, int MAX_ROWS, int K_GROUPS, class Format, class Tokens, class Rows, class Epilogue>
 __device__ __forceinline__ void run(const uint8_t* values, const uint8_t* scales, const void* x, const float* x_scale,
                                     const int* begins, int experts, int features, int base, uint8_t* shared,
                                     const Rows& rows, const Epilogue& epilogue) {
-  using L = Layout<K, MAX_ROWS, M_BLOCKS, K_GROUPS, Format, Tokens>;
+  using L = Layout<K, MAX_ROWS, K_GROUPS, Format, Tokens>;
   L smem{shared};
   // From lane 0, so that the compiler knows it to be the same in a warp.
   int role = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
@@ -422,7 +391,7 @@ __device__ __forceinline__ void run(const uint8_t* values, const uint8_t* scales
   if (threadIdx.x == 0) {
     for (int i = 0; i < L::STAGES; ++i) {
       hopper::barrier_init(smem.full(i), L::PRODUCERS + 1);  // copies of rows, and the announcement of weights
-      hopper::barrier_init(smem.empty(i), 8);                // the warps that multiply this stage
+      hopper::barrier_init(smem.empty(i), 4 * L::BLOCKS);    // the warps that multiply this stage
     }
     hopper::fence_barrier_init();
   }
@@ -469,13 +438,12 @@ __device__ __forceinline__ void run(const uint8_t* values, const uint8_t* scales
       return;
     }
     // A thread copies one 16-byte piece of every STRIDE-th row.
-    thread -= 32;
+    int team = (thread - 32) / L::PRODUCERS;
+    thread = (thread - 32) % L::PRODUCERS;
     constexpr int PIECES = 8 * Tokens::BYTES, STRIDE = L::PRODUCERS / PIECES, COUNT = (MAX_ROWS + STRIDE - 1) / STRIDE;
     constexpr int PERIOD = STRIDE % 8 == 4 ? 2 : 4;  // after which rows are swizzled alike
     static_assert(PERIOD * STRIDE % 8 == 0);
-    // Scales a row that are copied one by one, and those of a thread.
-    constexpr int SINGLE = L::FOLDED ? Tokens::SCALES / 4 : 1;
-    constexpr int SCALE_COUNT = Tokens::SCALES ? (MAX_ROWS * SINGLE + L::PRODUCERS - 1) / L::PRODUCERS : 0;
+    constexpr int SCALE_COUNT = Tokens::SCALES ? (MAX_ROWS + L::PRODUCERS - 1) / L::PRODUCERS : 0;
     int piece = thread % PIECES, first = thread / PIECES, to[PERIOD];
 #pragma unroll
     for (int i = 0; i < PERIOD; ++i) {
@@ -484,8 +452,8 @@ __device__ __forceinline__ void run(const uint8_t* values, const uint8_t* scales
       to[i] = Tokens::COLUMNS == 2 ? hopper::swizzle_128(row + (row & ~7) + (piece & 8), piece & 7)
                                    : hopper::swizzle_128(row, piece & 7) + (piece >> 3) * (L::TOKENS / 2);
     }
-    Ring<L::STAGES> ring(0), landed(0);
-    int issued = 0;
+    Ring<L::STAGES> ring(team), landed(team);
+    int issued = 0, begin = team;  // the team's first block of the tile
     for (int work = blockIdx.x; work < schedule.total; work += gridDim.x) {
       Tile tile = schedule(work);
       int padded = (tile.rows + 7) & ~7, from[COUNT], scale_from[SCALE_COUNT + 1];
@@ -497,54 +465,59 @@ __device__ __forceinline__ void run(const uint8_t* values, const uint8_t* scales
       }
 #pragma unroll
       for (int i = 0; i < SCALE_COUNT; ++i) {
-        int row = (thread + i * L::PRODUCERS) / SINGLE;
+        int row = thread + i * L::PRODUCERS;
         scale_from[i] = row < padded ? rows(tile.row + (row < tile.rows ? row : 0)) : -1;
       }
-      const uint8_t* source = static_cast<const uint8_t*>(x) + piece * 16;
-      const float* scale = x_scale + thread % SINGLE;
-      for (int k = 0; k < L::K_BLOCKS; ++k, ++issued, source += PIECES * 16, scale += Tokens::SCALES / 4) {
+      int k = begin;
+      const uint8_t* source = static_cast<const uint8_t*>(x) + piece * 16 + k * (PIECES * 16);
+      const float* scale = x_scale + k * (Tokens::SCALES / 4);
+      for (; k < L::K_BLOCKS; k += L::TEAMS, ++issued) {
         hopper::barrier_wait(smem.empty(ring.stage), ring.phase ^ 1);
         uint8_t* tokens = smem.tokens(ring.stage);
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i)
+        for (int i = 0; i < COUNT; ++i) {
+          if (i * STRIDE >= padded) break;
           if (from[i] >= 0)
             hopper::copy_16(tokens + to[i % PERIOD] + i / PERIOD * (PERIOD * STRIDE * 128 * Tokens::COLUMNS),
                             source + static_cast<int64_t>(from[i]) * (Tokens::BYTES * K), true);
+        }
 #pragma unroll
         for (int i = 0; i < SCALE_COUNT; ++i) {
           if (scale_from[i] < 0) continue;
-          int row = (thread + i * L::PRODUCERS) / SINGLE;
+          float* scale_to = smem.token_scales(ring.stage) + (thread + i * L::PRODUCERS) * (Tokens::SCALES / 4);
           const float* one = scale + static_cast<int64_t>(scale_from[i]) * (K * Tokens::SCALES / 512);
-          if (L::FOLDED)  // [scale of the block][row], so that neighbours are read at once
-            hopper::copy_4(smem.token_scales(ring.stage) + thread % SINGLE * MAX_ROWS + row, one);
+          if (L::FOLDED)
+            hopper::copy_4(scale_to, one);
           else
-            hopper::copy_16(smem.token_scales(ring.stage) + row * 4, one, true);
+            hopper::copy_16(scale_to, one, true);
         }
         hopper::copy_commit();
-        ring.advance(1);
+        source += L::TEAMS * PIECES * 16, scale += L::TEAMS * (Tokens::SCALES / 4);
+        ring.advance(L::TEAMS);
         if (issued >= L::LAG) {  // announced once it has landed, by the threads that copied it
           hopper::copy_wait<L::LAG>();
           hopper::fence_async();
           hopper::barrier_arrive(smem.full(landed.stage));
-          landed.advance(1);
+          landed.advance(L::TEAMS);
         }
       }
+      begin = k - L::K_BLOCKS;
     }
     hopper::copy_wait<0>();
     hopper::fence_async();
     for (int late = min(issued, L::LAG); late > 0; --late) {
       hopper::barrier_arrive(smem.full(landed.stage));
-      landed.advance(1);
+      landed.advance(L::TEAMS);
     }
   } else {
     hopper::registers_grow<L::CONSUMER>();
-    int group = (role - 1) & 1, k_group = (role - 1) >> 1;
+    int group = (role - 1) % L::BLOCKS, k_group = (role - 1) / L::BLOCKS;
     uint2 fold = Format::folding(base);
     for (int work = blockIdx.x; work < schedule.total; work += gridDim.x, position += L::K_BLOCKS) {
       Tile tile = schedule(work);
 #define DSV41_WIDTH(N)                                                                                       \
   if (N <= MAX_ROWS && tile.rows <= N) {                                                                     \
-    finish_tile<(N <= MAX_ROWS ? N : 8), M_BLOCKS, K_GROUPS, L, Format, Tokens>(                            \
+    finish_tile<(N <= MAX_ROWS ? N : 8), K_GROUPS, L, Format, Tokens>(                            \
         smem, fold, group, k_group, thread, position, tile, epilogue);                                      \
     continue;                                                                                                \
   }

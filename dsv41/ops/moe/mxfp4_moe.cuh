@@ -106,8 +106,8 @@ __device__ __forceinline__ void fold_16(const uint8_t* values, const uint8_t* co
   if ((i & 7) == 0) out_scale[i >> 3] = power(top) * (SPLIT ? unit * 0.0078125f : unit);
 }
 
-// `rows`, `row_scales`: the rows as the products want them. Native and fine ones take the given values, with their
-// scales as floats [tokens, HIDDEN / 32]; the others have scales [tokens, HIDDEN / 128]. `unit` multiplies the scales.
+// `rows`, `row_scales`: the rows as the products want them. Native products take the given values, with their scales
+// as floats [tokens, HIDDEN / 32]; folded ones have scales [tokens, HIDDEN / 128], multiplied by `unit`.
 template <int HIDDEN, class Tokens>
 __device__ __forceinline__ void prepare(const int* ids, const uint8_t* x, const uint8_t* x_scale, int tokens,
                                         int top_k, int experts, float unit, int* begins, int* order, void* rows,
@@ -116,12 +116,12 @@ __device__ __forceinline__ void prepare(const int* ids, const uint8_t* x, const 
     group(ids, tokens * top_k, experts, begins, order, reinterpret_cast<int*>(shared));
     return;
   }
-  constexpr bool NATIVE = Tokens::SCALES == 16;  // or Fine
+  constexpr bool NATIVE = Tokens::SCALES == 16;
   int64_t pieces = static_cast<int64_t>(tokens) * (HIDDEN / (NATIVE ? 32 : 16));
   int64_t stride = static_cast<int64_t>(gridDim.x - experts) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x - experts) * blockDim.x + threadIdx.x; i < pieces; i += stride) {
     if constexpr (NATIVE)
-      row_scales[i] = power(__ldg(x_scale + i)) * unit;
+      row_scales[i] = power(__ldg(x_scale + i));
     else if constexpr (Tokens::SCALES == 4)
       fold_16<Tokens>(x, x_scale, i, unit, rows, row_scales);
     else
@@ -164,9 +164,9 @@ struct GateUp {
   static constexpr bool E4M3 = Tokens::SCALES > 0;
   const int* order;
   const float* weights;  // [assignments]
-  float limit, unit;
+  float limit;
   void* out;     // [positions, INTER]: what MXFP8 carries, in bf16 and the order of k of the weights; or E4M3
-  void* scales;  // [positions, INTER / 32], for E4M3: floats times `unit`, or codes where rows are prepared after this
+  void* scales;  // [positions, INTER / 32], for E4M3: floats, or codes for a product that folds them
 
   __device__ __forceinline__ int note(int position) const {
     return __float_as_int(__ldg(weights + __ldg(order + position)));
@@ -207,8 +207,8 @@ struct GateUp {
         int64_t at = static_cast<int64_t>(tile.row + n) * (INTER / 32) + block;
         if (thread < 4 && Tokens::SCALES == 16) {
           float* to = static_cast<float*>(scales) + at;
-          if (n < tile.rows) to[0] = scale.x * unit;
-          if (n + 1 < tile.rows) to[INTER / 32] = scale.y * unit;
+          if (n < tile.rows) to[0] = scale.x;
+          if (n + 1 < tile.rows) to[INTER / 32] = scale.y;
         } else if (thread < 4) {
           uint8_t* to = static_cast<uint8_t*>(scales) + at;
           if (n < tile.rows) to[0] = static_cast<uint8_t>(low);
@@ -274,21 +274,20 @@ struct Same {
 };
 
 // `x_scale` and `out_scale`: of E4M3 values; bf16 ones have none. `base`: see gemm::run.
-template <int HIDDEN, int INTER, int MAX_ROWS, int M_BLOCKS, int K_GROUPS, class Tokens>
+template <int HIDDEN, int INTER, int MAX_ROWS, int K_GROUPS, class Tokens>
 __device__ __forceinline__ void gate_up(const uint8_t* w, const uint8_t* w_scale, const void* x, const float* x_scale,
                                         const int* begins, const int* order, const float* weights, int experts,
-                                        int top_k, int base, float limit, float unit, void* out, void* out_scale,
-                                        uint8_t* shared) {
-  gemm::run<HIDDEN, MAX_ROWS, M_BLOCKS, K_GROUPS, gemm::Mxfp4, Tokens>(
+                                        int top_k, int base, float limit, void* out, void* out_scale, uint8_t* shared) {
+  gemm::run<HIDDEN, MAX_ROWS, K_GROUPS, gemm::Mxfp4, Tokens>(
       w, w_scale, x, x_scale, begins, experts, 2 * INTER, base, shared, TokenOf{order, top_k},
-      GateUp<INTER, Tokens>{order, weights, limit, unit, out, out_scale});
+      GateUp<INTER, Tokens>{order, weights, limit, out, out_scale});
 }
 
-template <int HIDDEN, int INTER, int MAX_ROWS, int M_BLOCKS, int K_GROUPS, class Tokens>
+template <int HIDDEN, int INTER, int MAX_ROWS, int K_GROUPS, class Tokens>
 __device__ __forceinline__ void down(const uint8_t* w, const uint8_t* w_scale, const void* x, const float* x_scale,
                                      const int* begins, const int* order, int experts, int base, void* out,
                                      uint8_t* shared) {
-  gemm::run<INTER, MAX_ROWS, M_BLOCKS, K_GROUPS, gemm::Mxfp4, Tokens>(
+  gemm::run<INTER, MAX_ROWS, K_GROUPS, gemm::Mxfp4, Tokens>(
       w, w_scale, x, x_scale, begins, experts, HIDDEN, base, shared, Same{},
       Down<HIDDEN>{order, static_cast<__nv_bfloat16*>(out)});
 }

@@ -18,14 +18,13 @@ class Shape(NamedTuple):
     """How a product is tiled. Few widths: with more, ptxas serialises the products (C7512)."""
 
     widths: tuple[int, ...]  # token tiles compiled; the last is the largest
-    m_blocks: int  # blocks of 64 features a warp group
-    k_groups: int  # warp groups that share the blocks of k
+    k_groups: int  # groups that share the blocks of k; a tile has 256 / k_groups features
     tokens: str  # how token rows come: a type of weights_gemm.cuh
 
     @property
     def template(self) -> str:
         """Arguments of the device functions."""
-        return f"{self.widths[-1]}, {self.m_blocks}, {self.k_groups}, gemm::{self.tokens}"
+        return f"{self.widths[-1]}, {self.k_groups}, gemm::{self.tokens}"
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -40,19 +39,13 @@ class Shape(NamedTuple):
         """Whether weights carry their scales into the product."""
         return self.tokens not in ("Native", "Bf16")
 
-    @property
-    def prepared(self) -> bool:
-        """Whether the inner activations are prepared between the products, too."""
-        return self.tokens in ("Coarse", "Split")
-
 
 SHAPES = {
-    "native": Shape((8, 16, 24, 32), 1, 2, "Native"),
-    "bf16": Shape((72, 136), 2, 1, "Bf16"),
-    "decode": Shape((8, 16, 24, 32), 1, 2, "Split"),
-    "middle": Shape((32, 40, 48, 64), 2, 1, "Split"),
-    "prefill": Shape((80, 112, 128), 2, 1, "Fine"),
-    "fp8": Shape((64, 80, 112, 128), 2, 1, "Coarse"),
+    "native": Shape((8, 16, 24, 32), 2, "Native"),
+    "bf16": Shape((72, 128), 1, "Bf16"),
+    "decode": Shape((8, 16, 24, 32), 2, "Split"),
+    "middle": Shape((24, 32, 40), 1, "Split"),
+    "fp8": Shape((48, 64, 80), 1, "Coarse"),
 }
 WGMMA = ("e4m3_rs", "bf16_rs", "e5m2_rs", "e5m2e4m3_rs")  # a source names them all
 
@@ -65,12 +58,10 @@ def _source(shape: Shape) -> str:
 
 def _shared_bytes(k: int, shape: Shape) -> int:
     """`Layout::BYTES` of weights_gemm.cuh."""
-    rows, m_blocks = shape.widths[-1], shape.m_blocks
-    row = {"Native": 128 + 16, "Bf16": 256, "Fine": 128 + 16, "Split": 256 + 4, "Coarse": 128 + 4}[
-        shape.tokens
-    ]
-    stage = -(-(rows * row + 2 * m_blocks * (4096 + 256)) // 1024) * 1024
-    rest = (rows * 512 * m_blocks if shape.k_groups > 1 else 0) + 4096 + 24 * rows + 256
+    rows, blocks = shape.widths[-1], 4 // shape.k_groups
+    row = {"Native": 128 + 16, "Bf16": 256, "Split": 256 + 4, "Coarse": 128 + 4}[shape.tokens]
+    stage = -(-(rows * row + blocks * (4096 + 256)) // 1024) * 1024
+    rest = (rows * 512 if shape.k_groups > 1 else 0) + 4096 + 12 * blocks * rows + 256
     return min(12, (232448 - rest) // stage) * stage + rest
 
 
@@ -167,9 +158,8 @@ def _gate_up(hidden, inter, name, arch):
         out_scale: T.Tensor((inner_scales,), T.uint8),
         base: T.int32,
         limit: T.float32,
-        unit: T.float32,
     ):
-        with T.Kernel(SMS, threads=128 + 256 * shape.k_groups) as _:
+        with T.Kernel(SMS, threads=640) as _:
             T.import_source(source)
             shared = T.alloc_shared((_shared_bytes(hidden, shape),), T.uint8)
             T.call_extern(
@@ -186,7 +176,6 @@ def _gate_up(hidden, inter, name, arch):
                 top_k,
                 base,
                 limit,
-                unit,
                 out.access_ptr("w"),
                 out_scale.access_ptr("w"),
                 shared.access_ptr("rw"),
@@ -213,7 +202,7 @@ def _down(hidden, inter, name, arch):
         out: T.Tensor((rows, hidden), T.bfloat16),
         base: T.int32,
     ):
-        with T.Kernel(SMS, threads=128 + 256 * shape.k_groups) as _:
+        with T.Kernel(SMS, threads=640) as _:
             T.import_source(source)
             shared = T.alloc_shared((_shared_bytes(inter, shape),), T.uint8)
             T.call_extern(
@@ -272,7 +261,7 @@ def choose_shape(tokens: int, top_k: int, experts: int, numerics: str) -> str:
         return "decode"
     if numerics == "fp8":
         return "fp8"
-    return "middle" if rows <= 64 * experts else "bf16"
+    return "middle" if rows <= 48 * experts else "bf16"
 
 
 def variants(cfg):
@@ -332,25 +321,14 @@ def launch(
     _prepare(hidden, shape.tokens, arch)(
         expert_ids, values.view(tokens, hidden), x_scale, begins, order, ready, ready_scale, unit
     )
-    operand = values if shape.tokens in ("Native", "Fine") else ready
+    operand = values if shape.tokens == "Native" else ready
     # E4M3 on its way to a folded product waits where the second product's results will be.
-    made = assigned.view(torch.uint8).view(-1) if shape.prepared else inner
-    made_scale = made[rows * inter :] if shape.prepared else inner_scale.view(torch.uint8)
+    made = assigned.view(torch.uint8).view(-1) if shape.folded else inner
+    made_scale = made[rows * inter :] if shape.folded else inner_scale.view(torch.uint8)
     _gate_up(hidden, inter, tile, arch)(
-        w13,
-        w13_scale,
-        operand,
-        ready_scale,
-        begins,
-        order,
-        expert_weights,
-        made,
-        made_scale,
-        base,
-        limit,
-        unit2,
+        w13, w13_scale, operand, ready_scale, begins, order, expert_weights, made, made_scale, base, limit
     )
-    if shape.prepared:
+    if shape.folded:
         _fold_inner(inter, shape.tokens, arch)(made, made_scale, inner, inner_scale, rows, unit2)
     _down(hidden, inter, tile, arch)(w2, w2_scale, inner, inner_scale, begins, order, assigned, base2)
     extra = out if shared is None else shared
