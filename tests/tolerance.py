@@ -7,8 +7,8 @@ MODEL_KL_MEDIAN = 6e-3
 MODEL_TOP1 = 0.8
 
 # Sparse attention against the reference in float64, bf16 outputs (2026-11-30, emulator and H200): weights are
-# rounded relative to a maximum so far, which later ones may exceed by a factor of 256. Worst of all cases: distance
-# 3.1e-6, error over max(value, row rms) 0.038 (output rotated back; 0.024 else), log-sum-exp 4e-6 absolute.
+# rounded relative to a maximum so far, which later ones may exceed by a factor of 256. Worst of all cases:
+# distance 3.1e-6, error over max(value, row rms) 0.038 (output rotated back; 0.024 else), log-sum-exp 4e-6.
 ATTN_DISTANCE = 8e-6
 ATTN_ERROR = 0.05
 ATTN_LSE = 8e-6
