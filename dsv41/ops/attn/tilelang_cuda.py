@@ -123,8 +123,9 @@ def sparse_attn(
         compressed, compressed_layout, compressed_ids = window, "nvfp4", window_ids[:, :0]
     sets = []
     for pages, ids in ((window, window_ids), (compressed, compressed_ids)):
-        page = max(pages.shape[1], 1)
-        sets += [pages.data_ptr(), pages.stride(0), page, pages.shape[0] * pages.shape[1]]
+        count, page, record = pages.shape
+        stride = pages.stride(0) if count > 1 else page * record  # of a single page it means nothing
+        sets += [pages.data_ptr(), max(stride, 1), max(page, 1), count * page]
         sets += [ids.data_ptr(), ids.stride(0), ids.shape[1]]
     sink_at = 0 if sink is None else sink.data_ptr()
     angles = [0, 0, 0, 0] if cos is None else [cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0)]
