@@ -27,7 +27,7 @@ CFG = V41FlashConfig()
 SPILLS: dict[str, dict[str, int]] = {
     "dsv41.ops.attn.tilelang_cuda": {"_attend": 64},
     "dsv41.ops.index.tilelang_cuda": {"_scan": 128},
-    "dsv41.ops.moe.tilelang_cuda": {"_gate_up": 16},
+    "dsv41.ops.moe.tilelang_cuda": {"_gate_up": 16, "_down": 4},  # fp8 tiles, outside their loops
 }
 TILELANG, TRITON, ASCEND = (lowering.files(name) for name in ("tilelang", "triton", "ascend"))
 # Files with kernels that SM100 takes as they are: no tensor cores of Hopper in them.
@@ -178,6 +178,7 @@ CUBE = {
     "linear._plain": ("ascend_gemm_l1<", False),
     "linear._group": ("ascend_gemm_l1<", True),
     "moe._product": ("ascend_gemm_l1<", True),
+    "attn._attend": ("asc_copy_l0c2ub(", True),
     "draft._bias": ("asc_set_atomic_add_float(", False),
 }
 

@@ -22,7 +22,7 @@ NOBODY = [Target("cuda", 80), Target("cuda", 120), Target("rocm"), Target("xpu")
         ("mhc_boundary", "triton_cuda", "tilelang_npu"),
         ("block_linear", "deepgemm_cuda", "tilelang_npu"),
         ("mxfp4_moe", "deepgemm_cuda", "tilelang_npu"),
-        ("sparse_attn", "flashmla_cuda", None),
+        ("sparse_attn", "flashmla_cuda", "tilelang_npu"),
         ("index_topk", "deepgemm_cuda", None),
     ],
 )

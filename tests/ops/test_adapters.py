@@ -157,7 +157,9 @@ def attention(layouts: tuple[str, str], heads: int = 64, count: int = 64, **opti
 @pytest.mark.parametrize("layouts", [("v4", "v4"), ("mxfp8", "nvfp4"), ("mxfp8", "mxfp8")])
 def test_flashmla(layouts: tuple[str, str], library: Library) -> None:
     """Records pass through untouched, by address, and so do ids."""
-    args = list(attention(layouts, sink=torch.randn(64), return_lse=True))
+    angle = torch.randn(3, 32)
+    options = {"sink": torch.randn(64), "inverse_rope": (angle.cos(), angle.sin())}
+    args = list(attention(layouts, return_lse=True, **options))
     *_, out, lse, _ = args
     load("attn.flashmla_cuda").sparse_attn(*args)
     given = library.calls[0][1]

@@ -105,21 +105,34 @@ def _flashmla(records: set[str]) -> Callable[..., str | None]:
 
     def supports(
         q: Any, window: Any, window_layout: str, window_ids: Any, compressed: Any, compressed_layout: str,
-        compressed_ids: Any, sink: Any, *rest: Any,
+        compressed_ids: Any, *_: Any,
     ) -> str | None:  # fmt: skip
         kind = "+".join(filter(None, (window_layout, compressed_layout)))
         if kind not in records:
             return f"caches of {', '.join(sorted(records))}, got {kind}"
         if q.shape[1] not in (64, 128) or q.shape[2] != 512:
             return f"64 or 128 heads of width 512, got {q.shape[1]} of {q.shape[2]}"
-        if len(rest) > 5 and rest[0] is not None:
-            return "no rotation of the output"
         counts = [ids.shape[1] for ids in (window_ids, compressed_ids) if ids is not None]
         if any(n % 64 or not n for n in counts):
             return f"a multiple of 64 ids a query, got {counts}"
         return None
 
     return supports
+
+
+def _ascend(
+    q: Any, window: Any, window_layout: str, window_ids: Any, compressed: Any, compressed_layout: str,
+    compressed_ids: Any, sink: Any, *rest: Any,
+) -> str | None:  # fmt: skip
+    kinds = [layout for layout in (window_layout, compressed_layout) if layout]
+    if any(kind not in ("mxfp8", "nvfp4") for kind in kinds):
+        return f"mxfp8 or nvfp4 records, got {'+'.join(kinds)}"
+    if sink is None or rest[-2].numel():
+        return "takes a sink and returns no lse"
+    given = [ids for ids in (window_ids, compressed_ids) if ids is not None]
+    if sum(ids.shape[1] for ids in given) % 32 or not window_ids.shape[1] or q.shape[1] % 16:
+        return "a multiple of 32 ids a query, some of the window, and of 16 heads"
+    return None if all(x.is_contiguous() for x in (q, rest[-3], *given)) else "contiguous q, ids and out"
 
 
 _V4 = {"v4", "v4+v4"}
@@ -140,6 +153,7 @@ _ATTN = Op(
             supports=_flashmla({*_V4, "mxfp8", "mxfp8+mxfp8", "mxfp8+nvfp4"}),
         ),
         Kernel("triton_cuda", "cuda", needs=("triton",), supports=_portable),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_ascend),
     ),
 )
 

@@ -5,6 +5,8 @@ FlashMLA tells formats by the bytes of a record. Not run here: no such package, 
 
 import flash_mla  # pyright: ignore[reportMissingImports]
 
+from ..norm_rope.api import rope
+
 
 def sparse_attn(
     q, window, window_layout, window_ids, compressed, compressed_layout, compressed_ids, sink, cos, sin,
@@ -28,5 +30,7 @@ def sparse_attn(
         extra_indices_in_kvcache=None if compressed_ids is None else compressed_ids.unsqueeze(1),
     )
     out.copy_(result.squeeze(1))
+    if cos is not None:
+        rope(out, cos, sin, inverse=True, out=out)
     if lse.numel():
         lse.copy_(log_sum.squeeze(2))
