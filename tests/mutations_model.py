@@ -138,16 +138,16 @@ ROPE: list[Mutation] = [
     ),
     (
         "no-inverse-rope",
-        "dsv41.layers.attention:Attention.project",
-        "rope(o, cos, sin, inverse=True, out=o)",
-        "rope(o, cos, 0 * sin, inverse=True, out=o)",
+        "dsv41.layers.attention:Attention.attend",
+        "inverse_rope=(cos, sin)",
+        "inverse_rope=(cos, 0 * sin)",
         PARITY,
     ),
     (
         "inverse-rope-forwards",
-        "dsv41.layers.attention:Attention.project",
-        "rope(o, cos, sin, inverse=True, out=o)",
-        "rope(o, cos, sin, out=o)",
+        "dsv41.layers.attention:Attention.attend",
+        "inverse_rope=(cos, sin)",
+        "inverse_rope=(cos, -sin)",
         PARITY,
     ),
 ]

@@ -204,16 +204,16 @@ class Attention(nn.Module):
             self.select(h, qr, step, state, shared)
         compressed = (state.compressed[self.source], shared.selected) if self.ratio else (None, None)
         o, _ = sparse_attn(
-            q, window, step.window_ids, *compressed, scale=cfg.softmax_scale, sink=self.attn_sink
-        )
-        return self.project(o, cos, sin)
+            q, window, step.window_ids, *compressed,
+            scale=cfg.softmax_scale, sink=self.attn_sink, inverse_rope=(cos, sin),
+        )  # fmt: skip
+        return self.project(o)
 
-    def project(self, o: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Inverse RoPE, in place, and grouped output projection.
+    def project(self, o: torch.Tensor) -> torch.Tensor:
+        """Grouped output projection of what attention rotated back.
 
         o [num_tokens, num_heads, head_dim] bf16 to [num_tokens, hidden] bf16.
         """
-        rope(o, cos, sin, inverse=True, out=o)
         grouped = o.flatten(1).unflatten(1, (self.cfg.o_groups, -1))
         return self.wo_b(grouped_linear(grouped, self.wo_a.mxfp8).flatten(1))
 

@@ -325,8 +325,11 @@ def attend_block(attn: Attention, hq: MXFP8, ring: PagedKV, plan: BlockPlan) -> 
     attn.write_window(kv, plan.cos, plan.sin, plan.row_slots, plan.rows)
     q, _ = attn.queries(low, plan.cos, plan.sin)
     scale, sink = attn.cfg.softmax_scale, attn.attn_sink
-    o, _ = sparse_attn(q, ring, plan.ring_ids, plan.rows, plan.row_ids, scale=scale, sink=sink)
-    return attn.project(o, plan.cos, plan.sin)
+    back = (plan.cos, plan.sin)
+    o, _ = sparse_attn(
+        q, ring, plan.ring_ids, plan.rows, plan.row_ids, scale=scale, sink=sink, inverse_rope=back
+    )
+    return attn.project(o)
 
 
 def most_likely(logits: torch.Tensor, column: int) -> torch.Tensor:
