@@ -85,8 +85,18 @@ def tables() -> dict[str, str]:
         ("distance", _get("distance")),
         ("torch bf16, us", _get("torch_bf16_us")),
         ("times faster", _get("speedup")),
+        ("DeepGEMM, us", _get("deepgemm_us")),
     ]
-    columns = {"moe": moe, "attn": attn, "index": index, "linear": linear}
+    quant: list[Column] = [
+        ("op", _get("op")),
+        ("width", _get("width")),
+        ("tokens", _get("tokens")),
+        ("us", _get("us")),
+        ("TB/s", _get("TBps")),
+        ("share of a copy's", _get("roofline")),
+        ("distance", _get("distance")),
+    ]
+    columns = {"moe": moe, "attn": attn, "index": index, "linear": linear, "quant": quant}
     return {"speed": speed(), **{name: table(read(name), c) for name, c in columns.items()}}
 
 

@@ -194,7 +194,7 @@ def rows_of(x, n):
 
 def gpu_calls(k):
     """Name: (call on rows, 4096 rows) of every op on the GPU; rows of k."""
-    w, groups = make_weight(1536, k, "cuda"), torch.randn(4096, 2, k, device="cuda").bfloat16()
+    w, groups = make_weight(2304, k, "cuda"), torch.randn(4096, 2, k, device="cuda").bfloat16()
     packed, wide = pack_linear(MXFP8(w.values.clone(), w.scale, 32)), w.dequantize()
     x = make_rows(4096, k, "cuda")
     return {
