@@ -161,7 +161,7 @@ MISTAKES = {  # shape, text of the sources, what it becomes
     "scale of the first block, folded": ("exact, few rows", "0x4440 | q", "0x4440"),
     "token scale of the first block": ("native", "component(early[2 * j + i], q - 1)", "early[2 * j + i].x"),
     "token scale of the first turn": ("fp8", "scales + turn * WIDE + 8 * j", "scales + 8 * j"),
-    "lower parts left out": ("exact", " + more[8 * j + 4 + i]", ""),
+    "lower parts left out": ("exact", " + part[8 * j + 4 + i]", ""),
     "smallest of four scales": ("fp8", "int top = max(max(", "int top = min(min("),
     "no clamp of up": ("bf16", "up = up > limit ? limit : up < -limit ? -limit : up;", ""),
     "weight of the first row": ("bf16", "__int_as_float(notes[n])", "__int_as_float(notes[0])"),
