@@ -30,7 +30,7 @@ def step(tokens: int, top_k: int, experts: int, hidden: int, device: str = "cpu"
 def interpret_moe(x, ids, weights, e: MXFP4Experts, limit: float, shared=None, edit=None) -> torch.Tensor:
     """The launches of `mxfp4_moe` in the interpreter, over scratch of NaN."""
     kernels, out = triton_interp.interpret(MODULE, edit), torch.empty_like(x)
-    size = mxfp4_moe_scratch(*ids.shape, e.num_experts, e.hidden, e.inter)
+    size = mxfp4_moe_scratch(ids.shape[0], ids.shape[1], e.num_experts, e.hidden, e.inter)
     scratch = torch.full((size,), 255, dtype=torch.uint8)
     kernels.mxfp4_moe(*quantize_mxfp8(x).flat(), ids, weights, *e.flat(), limit, shared, out, scratch)
     return out
@@ -96,7 +96,7 @@ def test_faults_are_seen(fault: str) -> None:
 def test_the_hopper_kernel_comes_first() -> None:
     """This one takes what that one refuses; which of the two runs is visible."""
     names = [name for name, _ in explain(mxfp4_moe, Target("cuda", 90, frozenset({"tilelang", "triton"})))]
-    assert names[:2] == ["tilelang_cuda", "triton_cuda"]
+    assert names.index("tilelang_cuda") < names.index("triton_cuda")
 
 
 @needs_gpu
@@ -113,8 +113,8 @@ def test_gpu(tokens: int, size: str) -> None:
     if not tokens:
         return
     row = tokens // 2
-    one = [t[row : row + 1] for t in (x, ids, weights)]
-    assert torch.equal(mxfp4_moe(*one, e, limit=10.0, shared=shared[row : row + 1])[0], got[row])
+    a, b, c, d = (t[row : row + 1] for t in (x, ids, weights, shared))
+    assert torch.equal(mxfp4_moe(a, b, c, e, limit=10.0, shared=d)[0], got[row])
     with use("torch"):
         assert distance(got, mxfp4_moe(x, ids, weights, e, limit=10.0, shared=shared)) < 1e-5
     if size == "packed":
@@ -125,7 +125,8 @@ def test_gpu(tokens: int, size: str) -> None:
 @needs_gpu
 def test_gpu_takes_the_small_models() -> None:
     for cfg in (V41FlashConfig.tiny(), V41FlashConfig.micro()):
-        e, args = make_experts(5, cfg.hidden, cfg.inter, "cuda"), step(6, 2, 5, cfg.hidden, "cuda")
-        got = mxfp4_moe(*args, e, limit=10.0)
+        e = make_experts(5, cfg.hidden, cfg.inter, "cuda")
+        x, ids, weights = step(6, 2, 5, cfg.hidden, "cuda")
+        got = mxfp4_moe(x, ids, weights, e, limit=10.0)
         with use("torch"):
-            assert distance(got, mxfp4_moe(*args, e, limit=10.0)) < 1e-5
+            assert distance(got, mxfp4_moe(x, ids, weights, e, limit=10.0)) < 1e-5
