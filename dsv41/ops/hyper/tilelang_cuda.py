@@ -6,7 +6,7 @@ import tilelang.language as T
 
 from ..._op import compiled
 from .._tilelang import arch_of, build, device_source
-from ..norm_rope.tilelang_cuda import rms_norm_quantize
+from ..norm_rope.api import NORM_QUANTIZE
 from .api import parts
 
 HERE = Path(__file__).parent
@@ -125,7 +125,8 @@ def mhc_boundary(
     if x.shape[0]:
         _launch(y, x, post, comb, pre, fn, out, collapsed, scratch, True)
         _finish(x, base, scale, norm_eps, eps, iters, next_pre, next_post, next_comb, scratch)
-        rms_norm_quantize(collapsed, weight, norm_eps, floor, norm, values, codes)
+        launch = NORM_QUANTIZE.load("tilelang_cuda")
+        launch(collapsed, weight, norm_eps, floor, norm, values, codes)
 
 
 def _launch(y, x, post, comb, pre, fn, out, h, scratch, expand):
