@@ -59,3 +59,13 @@ def test_only_the_rows_that_are_read_count_in_a_lookup() -> None:
     rows = torch.tensor([[3, -1], [5, 9]], dtype=torch.int32)
     got = least(ops.engram_lookup, rows, values, scale)["engram_lookup"][1]
     assert got == pytest.approx(3 * 66 / roofline.HOST_BYTES)
+
+
+def test_the_page_shows_the_committed_results() -> None:
+    docs = pathlib.Path(__file__).parents[1] / "docs"
+    results = docs / "results" / "step.jsonl"
+    if not results.exists():
+        pytest.skip("no full run is committed")
+    rows = [json.loads(line) for line in results.read_text("utf-8").splitlines()]
+    made = step.markdown(rows)
+    assert made in (docs / "step.md").read_text("utf-8"), "python -m dsv41 bench step --saved FILE prints it"
