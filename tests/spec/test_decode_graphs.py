@@ -38,6 +38,7 @@ def prefill(model: Any, state: Any, drafter: Any) -> torch.Tensor:
         inputs = torch.empty(len(tokens), drafter.input_width, dtype=torch.bfloat16)
     logits = model(tokens, place, state, cu_seqlens=cu, rows=cu[1:].long() - 1, draft_inputs=inputs)
     if inputs is not None:
+        assert drafter is not None
         drafter.write_context(inputs, place, state, cu_seqlens=cu)
     return logits
 
@@ -262,6 +263,7 @@ def test_captured_steps_on_the_gpu() -> None:
             t.view(torch.uint8).cuda().view(t.dtype) for t in (store.values, store.scale)
         )
     prepare(cfg, max_requests=8, step_tokens=64)
+    assert model.mtp is not None
     texts = []
     for captured in (False, True):
         state = V41State.allocate(cfg, 8, 256, drafter=True, device="cuda")

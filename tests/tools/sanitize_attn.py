@@ -13,16 +13,6 @@ from tests.ops import test_compress_hopper as writers
 from tests.ops.attn_cases import CASES, inputs
 
 ATTENTION = ("three splits", "holes", "drafter", "rope")
-    "decode",
-    "three splits",
-    "holes",
-    "all holes, split",
-    "drafter",
-    "v4",
-    "bf16",
-    "rope",
-    "heads 80",
-)
 
 
 def main() -> None:

@@ -57,4 +57,4 @@ def coarsen_rows(x, x_scale, values, scale):
     """
     tokens, k = x.shape
     grid = (triton.cdiv(tokens, ROWS), k // 128)
-    _coarsen[grid](x, x_scale, tokens, k, values, scale, scale.stride(0), ROWS=ROWS)
+    _coarsen[grid](x, x_scale, tokens, k, values, scale, scale.stride(0), ROWS=ROWS)  # pyright: ignore[reportArgumentType]
