@@ -50,6 +50,7 @@ def tables() -> dict[str, str]:
     moe: list[Column] = [
         ("experts", _get("experts")),
         ("tokens", _get("tokens")),
+        ("numerics", _get("numerics")),
         ("us", _get("us")),
         ("TB/s of weights", _get("TBps")),
         ("TFLOP/s", _get("TFLOPs")),
@@ -58,6 +59,8 @@ def tables() -> dict[str, str]:
         ("ratio", _ratio("humming_bf16_us")),
         ("Humming FP8 a token, us", _get("humming_fp8_token_us")),
         ("ratio", _ratio("humming_fp8_token_us")),
+        ("Humming FP8 each 128, us", _get("humming_fp8_128_us")),
+        ("ratio", _ratio("humming_fp8_128_us")),
     ]
     attn: list[Column] = [
         ("case", _get("case")),
@@ -96,7 +99,25 @@ def tables() -> dict[str, str]:
         ("share of a copy's", _get("roofline")),
         ("distance", _get("distance")),
     ]
+    rows: list[Column] = [
+        ("op", lambda r: " ".join(filter(None, (r["op"], r.get("rows"))))),
+        ("tokens", _get("tokens")),
+        ("us", _get("us")),
+        ("TB/s", _get("TBps")),
+        ("distance", _get("distance")),
+        ("peer", _get("peer")),
+        ("us", _get("peer_us")),
+        ("ratio", _get("ratio")),
+        ("rate beside a copy's", _get("share")),
+    ]
+    cache: list[Column] = [
+        ("writer", _get("case")),
+        ("us", _get("us")),
+        ("TB/s", _get("TBps")),
+        ("share of the memory's", _get("of_hbm")),
+    ]
     columns = {"moe": moe, "attn": attn, "index": index, "linear": linear, "quant": quant}
+    columns |= {"rows": rows, "cache": cache}
     return {"speed": speed(), **{name: table(read(name), c) for name, c in columns.items()}}
 
 
@@ -111,6 +132,10 @@ _SHOWN: tuple[tuple[str, str, Row, tuple[str, str]], ...] = (
     ("attention, 4096 prefill", "attn", {"case": "prefill 4096 x 640"}, ("FlashMLA, bf16 rows", "peer_us")),
     ("index scores and top-512, 64 x 65,536 keys", "index", {"case": "index_topk b=64 keys=65536"},
      ("DeepGEMM + torch.topk", "peer_us")),
+    ("mHC boundary, 4096 tokens", "rows", {"op": "mhc_boundary", "tokens": 4096},
+     ("DeepGEMM + TileKernels", "peer_us")),
+    ("Engram gate, 4096", "rows", {"op": "engram_gate", "tokens": 4096}, ("TileKernels", "peer_us")),
+    ("router, 4096", "rows", {"op": "topk_route", "tokens": 4096}, ("TileKernels", "peer_us")),
     ("query projection, 64 tokens", "linear", {"shape": "wq_b", "tokens": 64, "numerics": "exact"}, _BF16),
     ("query projection, 4096", "linear", {"shape": "wq_b", "tokens": 4096, "numerics": "exact"}, _BF16),
     ("the same, folded scales", "linear", {"shape": "wq_b", "tokens": 4096, "numerics": "fp8"}, _BF16),
