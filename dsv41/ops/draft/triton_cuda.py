@@ -48,7 +48,14 @@ def _at(values, row, owner):
     return tl.sum(tl.where(row[None] == owner[:, None], values[None], 0), 1)
 
 
-@triton.jit(do_not_specialize=["max_tokens", "max_logits"])
+# One build for a number of requests, wherever the tensors lie: `prepare` cannot know their alignment.
+_ANYWHERE = ["confidence", "lo", "hi", "base", "bonus", "start", "weights", "budget", "num_requests", "rotation"]
+_ANYWHERE += ["lengths", "cu_q", "cu_logits", "token_request_ids", "positions", "logits_ids", "stats"]
+
+
+@triton.jit(
+    do_not_specialize=["stride", "max_tokens", "max_logits"], do_not_specialize_on_alignment=_ANYWHERE
+)
 def _split(
     confidence, stride, lo, hi, base, bonus, start, weights, budget, num_requests, rotation, lengths, cu_q,
     cu_logits, token_request_ids, positions, logits_ids, stats, max_tokens, max_logits,

@@ -276,6 +276,7 @@ def variants(cfg):
     for with_shared in (False, True):
         for top_k in sorted({cfg.top_k, cfg.draft.top_k}):
             yield _combine, (cfg.hidden, top_k, with_shared, "sm_90a")
+    yield _combine, (cfg.hidden, 1, False, "sm_90a")  # a row an expert: what an exchange brings
 
 
 def mxfp4_moe(
