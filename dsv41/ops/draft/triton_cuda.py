@@ -49,8 +49,10 @@ def _at(values, row, owner):
 
 
 # One build for a number of requests, wherever the tensors lie: `prepare` cannot know their alignment.
-_ANYWHERE = ["confidence", "lo", "hi", "base", "bonus", "start", "weights", "budget", "num_requests"]
-_ANYWHERE += ["rotation", "lengths", "cu_q", "cu_logits", "token_request_ids", "positions", "logits_ids", "stats"]
+_ANYWHERE = [
+    *("confidence", "lo", "hi", "base", "bonus", "start", "weights", "budget", "num_requests", "rotation"),
+    *("lengths", "cu_q", "cu_logits", "token_request_ids", "positions", "logits_ids", "stats"),
+]
 
 
 @triton.jit(
