@@ -228,7 +228,7 @@ ATTENTION: list[Mutation] = [
         "wo-a-input-quantised",
         "dsv41.layers.attention:Attention.project",
         "grouped_linear(grouped,",
-        "grouped_linear(quantize_mxfp8(grouped.flatten(1)).dequantize().view_as(grouped),",
+        'grouped_linear(__import__("dsv41").ops.quantize_mxfp8(grouped.flatten(1)).dequantize().view_as(grouped),',
         PARITY,
     ),
     (
@@ -301,7 +301,7 @@ INDEX: list[Mutation] = [
         "index-key-of-the-quantised-latent",
         "dsv41.layers.attention:Attention.write_entries",
         "linear(latent, self.indexer.wk.weight)",
-        "linear(quantize_mxfp8(latent).dequantize(), self.indexer.wk.weight)",
+        'linear(__import__("dsv41").ops.quantize_mxfp8(latent).dequantize(), self.indexer.wk.weight)',
         PARITY,
     ),
     (
@@ -381,15 +381,15 @@ EXPERTS: list[Mutation] = [
     (
         "routing-weight-behind-the-quantiser",
         f"{REF}.moe:mxfp4_moe",
-        "q8(bf16(swiglu(gate, up, expert_weights[token, column], limit)))",
-        "q8(bf16(swiglu(gate, up, None, limit))) * expert_weights[token, column, None]",
+        "to_mxfp8(bf16(swiglu(gate, up, expert_weights[token, column], limit))))",
+        "to_mxfp8(bf16(swiglu(gate, up, None, limit)))) * expert_weights[token, column, None]",
         "tests.ops.test_moe:test_closed_form(10.0)",
     ),
     (
         "product-not-rounded-before-the-quantiser",
         f"{REF}.moe:mxfp4_moe",
-        "q8(bf16(swiglu(gate, up, expert_weights[token, column], limit)))",
-        "q8(swiglu(gate, up, expert_weights[token, column], limit))",
+        "to_mxfp8(bf16(swiglu(gate, up, expert_weights[token, column], limit))))",
+        "to_mxfp8(swiglu(gate, up, expert_weights[token, column], limit)))",
         "tests.ops.test_moe:test_closed_form(10.0)",
     ),
     (

@@ -40,7 +40,7 @@ def test_a_nan_loses_in_max() -> None:
 
 
 FAULTS = {
-    "scale": ("(bits & 0x7FFFFF) > MANTISSA", "(bits & 0x7FFFFF) > 0x7FFFFE"),
+    "scale": ("scale_code(amax, shift, mantissa)", "scale_code(amax, shift, 0x7FFFFE)"),
     "nibbles": ("(low | high << 4)", "(high | low << 4)"),
     "grid": ("(22 << 23)", "(23 << 23)"),
     "sign": (">> 28 & 8", ">> 28 & 4"),
