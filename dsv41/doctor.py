@@ -69,13 +69,16 @@ def diagnose(target: Target, cfg: V41FlashConfig | None = None) -> list[dict[str
     asked = {name: [None] for name in sorted(ops())} if cfg is None else _calls(target, cfg)
     for name, calls in asked.items():
         chosen: list[str | None] = []
-        refused: dict[str, str] = {}
+        reasons: dict[str, dict[str, None]] = {}  # a kernel may be a candidate twice, for two architectures
         for args in calls:
             candidates = ops()[name].explain(target, args)
             chosen.append(next((kernel for kernel, reason in candidates if reason is None), None))
-            refused |= {kernel: reason for kernel, reason in candidates if reason and kernel != "torch"}
+            for kernel, reason in candidates:
+                if reason and kernel != "torch":
+                    reasons.setdefault(kernel, {})[reason] = None
         kernels = [k for k in dict.fromkeys(chosen) if k is not None]
         whole = None not in chosen
+        refused = {kernel: "; or ".join(why) for kernel, why in reasons.items()}
         rows.append({"op": name, "kernel": ", ".join(kernels) if whole else None, "refused": refused})
     return rows
 

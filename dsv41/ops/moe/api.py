@@ -150,7 +150,8 @@ def mxfp4_moe(
 ) -> torch.Tensor:
     """Everything one rank does for its local experts.
 
-        y_e = MXFP8(bf16(weight * silu(min(x @ w1_e.T, limit)) * clamp(x @ w3_e.T, ±limit))) @ w2_e.T
+        gate, up = bf16(x @ w1_e.T), bf16(x @ w3_e.T)
+        y_e = bf16(MXFP8(bf16(weight * silu(min(gate, limit)) * clamp(up, ±limit))) @ w2_e.T)
         out = sum of y_e over the row's experts, in top-k order in f32, plus ``shared``, rounded once
 
     Args:
