@@ -175,6 +175,10 @@ def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+# What CI compiles for. Portable kernels too: elsewhere they would fail inside a compiler, or run untested.
+CUDA_ARCHS = (90, 100, 103)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One candidate of an op: the file ``<name>.py`` beside the op's ``api.py``, imported when first chosen.
@@ -185,14 +189,14 @@ class Kernel:
     name: str
     device: str
     needs: tuple[str, ...] = ()
-    archs: tuple[int, ...] | None = None
+    archs: tuple[int, ...] = CUDA_ARCHS  # that a "cuda" kernel is built for
     supports: Callable[..., str | None] | None = None
 
     def refusal(self, target: Target, args: tuple[Any, ...] | None) -> str | None:
         """Why this kernel does not take the call, or None when it does."""
         if target.device != self.device:
             return f"built for {self.device}"
-        if self.archs is not None and target.arch not in self.archs:
+        if self.device == "cuda" and target.arch not in self.archs:
             return "built for " + ", ".join(f"sm{a}" for a in self.archs)
         for package in self.needs:
             if not target.has(package):
@@ -284,6 +288,9 @@ def use(kernel: str, *chosen: str | Callable[..., Any]) -> Iterator[None]:
         chosen: ops, by public function or by name.
     """
     names = [_op_name("use", op) for op in chosen]
+    asked = [ops()[name] for name in names] or ops().values()
+    known = {"torch", *(k.name for op in asked for k in op.kernels)}
+    check(kernel in known, "use", f"kernel: one of {sorted(known)}", repr(kernel))
     token = _forced.set({**(_forced.get() or {}), **dict.fromkeys(names or ("*",), kernel)})
     try:
         yield

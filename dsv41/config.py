@@ -1,7 +1,9 @@
 """V4.1-Flash as one frozen dataclass. Hugging Face spellings appear in `V41FlashConfig.from_hf` only."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ._op import check
@@ -317,6 +319,19 @@ class V41FlashConfig:
             ),
         )
         return replace(small, **changes)
+
+    @staticmethod
+    def from_file(path: str | Path) -> "V41FlashConfig":
+        """`from_hf` of a ``config.json``.
+
+        Errors: ValueError that names the file, where it is not there, no JSON, or not this model's.
+        """
+        try:
+            return V41FlashConfig.from_hf(json.loads(Path(path).read_text("utf-8")))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"V41FlashConfig.from_file: expected a V4.1 config in {path}, got {error}"
+            ) from error
 
     @staticmethod
     def from_hf(config: Mapping[str, Any]) -> "V41FlashConfig":

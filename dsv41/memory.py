@@ -434,6 +434,9 @@ def _decode_bytes(
 # The command.
 
 
+CONTEXTS = (4096, 32768, 131072)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `plan`."""
     parser.add_argument("--device", choices=DEVICES, action="append", help="default: all of them")
@@ -446,7 +449,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, default=4096, help="rows of a prefill step (default 4096)")
     parser.add_argument("--requests", type=int, default=256, help="largest batch (default 256)")
     parser.add_argument(
-        "--context", type=int, nargs="+", default=[4096, 32768, 131072], help="tokens a request"
+        "--context",
+        type=int,
+        nargs="+",
+        help=f"tokens a request (default {CONTEXTS})",
     )
     parser.add_argument("--no-drafter", action="store_true")
     parser.add_argument("--eager", action="store_true", help="decode without graphs")
@@ -458,16 +464,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, then how many requests of each context length fit."""
-    cfg = V41FlashConfig.flash()
-    if args.config:
-        with open(args.config, encoding="utf-8") as file:
-            cfg = V41FlashConfig.from_hf(json.load(file))
-    devices = {} if args.device_gib else DEVICES
+    given = args.device_gib is not None
+    devices = {} if given else DEVICES
     devices = {name: size for name, size in devices.items() if name in (args.device or DEVICES)}
-    if args.device_gib:
-        devices["device"] = int(args.device_gib * GIB)
-    contexts = [min(c, cfg.max_positions) for c in args.context]
     try:
+        cfg = V41FlashConfig.from_file(args.config) if args.config else V41FlashConfig.flash()
+        for label in ("device_gib", "host_gib", "reserve_gib"):
+            value = getattr(args, label)
+            least = "above 0" if label == "device_gib" else "of at least 0"
+            good = value is None or (0 <= value < float("inf") and (value > 0 or label != "device_gib"))
+            check(good, "plan", f"--{label.replace('_', '-')} {least}", value)
+        most = cfg.max_positions
+        contexts: list[int] = args.context or [c for c in CONTEXTS if c <= most] or [most]
+        check(all(1 <= c <= most for c in contexts), "plan", f"--context of 1 to {most} tokens", contexts)
+        if given:
+            devices["device"] = int(args.device_gib * GIB)
         first = plan_memory(
             cfg,
             1,

@@ -59,6 +59,11 @@ def run(args: argparse.Namespace) -> int:
         if not value >= least:
             raise SystemExit(f"parity: expected --{label} of {least} or more, got {value}")
     try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"parity: expected --device that is here, got {args.device!r} ({reason})") from error
+    try:
         with contextlib.ExitStack() as stack:
             folder = args.folder
             if folder is None:
@@ -137,7 +142,7 @@ def check_folder(folder: Path, args: argparse.Namespace) -> Report:
     """Run a prompt in two chunks and some decode steps through a checkpoint; compare everything."""
     path = folder / "config.json"
     check(path.is_file(), "parity", f"a checkpoint folder with {path.name}", str(folder))
-    cfg = V41FlashConfig.from_hf(json.loads(path.read_text("utf-8")))
+    cfg = V41FlashConfig.from_file(path)
     device = torch.device(args.device)
     checkpoint = weights.open_checkpoint(folder, cfg)
     tokenizer = folder / "tokenizer.json"

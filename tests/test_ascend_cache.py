@@ -6,10 +6,8 @@ import pytest
 import torch
 from dsv41_reference import cache as ref_cache
 from dsv41_reference import compress as ref_compress
-from dsv41_reference.rope import rope_table
 
-from dsv41.cache import Record
-from tests.ops.test_compress_hopper import BF16, PAGE, ints, strided
+from tests.ops.test_compress_hopper import BF16, ints, strided, writing
 from tests.tools import ascend_emu
 from tests.tools.ascend_emu import emulated
 
@@ -33,19 +31,8 @@ COMPRESS = "dsv41.ops.compress.tilelang_npu"
 )
 def test_write_cache(layout: str, dim: int, norm: bool, rounded: bool) -> None:
     """Every byte of the pool: records at their slots, nothing at -1, beyond the pool, or in the gaps."""
-    rows = 7
-    x = torch.randn(rows, dim + 8).to(BF16)[:, :dim]
-    x[1] *= 1000
-    x[2] = 0
-    x[5] *= 1e-4
-    if not norm:
-        x[4, 5] = torch.inf
-    weight = torch.randn(dim).to(BF16) if norm else None
-    cos, sin = rope_table(torch.arange(rows) * 1000 + 3, 64, 160_000.0, 16.0)
-    width = Record(layout, dim).bytes
-    before = torch.randint(0, 256, (3, PAGE * width + 32), dtype=torch.uint8)
+    x, weight, cos, sin, slots, width, before = writing(layout, dim, norm)
     want, got = before.clone(), before.clone()
-    slots = ints(5, -1, 0, 11, 2, 12, 9)
     ref_cache.write_cache(x, weight, 1e-6, cos, sin, slots, rounded, layout, strided(want, 3, width))
     with emulated(COMPRESS) as npu:
         npu.write_cache(x, weight, 1e-6, cos, sin, slots, rounded, layout, strided(got, 3, width))

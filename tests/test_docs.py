@@ -31,6 +31,16 @@ def test_examples_run(page: Path) -> None:
     assert page.read_text("utf-8").strip()
 
 
+RECIPES = re.split(r"^## ", (ROOT / "docs" / "engines.md").read_text("utf-8"), flags=re.M)[1:]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda text: text.split("\n", 1)[0])
+def test_a_recipe_needs_no_other(recipe: str) -> None:
+    names: dict[str, object] = {"__name__": "recipe"}
+    for block in re.findall(r"^```python\n(.*?)^```", recipe, re.S | re.M):
+        exec(compile(block, "engines.md", "exec"), names)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text("utf-8")):

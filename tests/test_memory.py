@@ -189,3 +189,12 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     assert json.loads(capsys.readouterr().out)["device"] == "device"
     with pytest.raises(SystemExit, match="8 experts and copies that 3 ranks"):
         main([*small, "--ep", "3"])
+    for sentence, wrong in {
+        "--device-gib above 0, got nan": ["--device-gib", "nan"],
+        "--device-gib above 0, got 0.0": ["--device-gib", "0"],
+        "--host-gib of at least 0, got nan": ["--host-gib", "nan"],
+        "--context of 1 to .* tokens, got": ["--context", "4096", "999999999"],
+        "expected a V4.1 config in .*absent": ["--config", "absent"],
+    }.items():
+        with pytest.raises(SystemExit, match=sentence):
+            main([*small, *wrong])

@@ -50,7 +50,7 @@ def op() -> Iterator[Op]:
         package=HERE,
         kernels=(
             Kernel("first_cuda", "cuda", needs=("surely_not_installed",), archs=(90, 100)),
-            Kernel("second_cuda", "cuda", needs=("torch",), supports=small_only),
+            Kernel("second_cuda", "cuda", needs=("torch",), archs=(70, 90, 100), supports=small_only),
             Kernel("third_npu", "npu"),
         ),
     )

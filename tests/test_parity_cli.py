@@ -80,6 +80,7 @@ def test_a_synthetic_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "sentence"),
     [
         (["no/such/folder"], "parity: expected a checkpoint folder with config.json, got no/such/folder"),
+        (["--device", "bogus"], "parity: expected --device that is here, got 'bogus'"),
         (["--tokens", "0"], "parity: expected --tokens of 1 or more, got 0"),
         (["--bound", "-1"], "parity: expected --bound of 0 or more"),
         (["--tokens", "9999"], "parity: expected at most 4096 tokens, got 10001"),

@@ -177,10 +177,7 @@ def _check_config(op: str, folder: Path, cfg: V41FlashConfig) -> None:
     path = folder / "config.json"
     if not path.is_file():
         return
-    try:
-        stored = V41FlashConfig.from_hf(json.loads(path.read_text()))
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{op}: expected a V4.1 config in {path}, got {error}") from error
+    stored = V41FlashConfig.from_file(path)
     free = {"max_positions", "vision"}
     names = [f.name for f in fields(cfg) if f.name not in free]
     other = {n: getattr(stored, n) for n in names if getattr(stored, n) != getattr(cfg, n)}

@@ -1,13 +1,20 @@
 """Every op, flat: ``dsv41.ops.quantize_mxfp8``, ``dsv41.ops.sparse_attn``, ..."""
 
-from .attn import sparse_attn
+from .attn import sparse_attn, sparse_attn_scratch
 from .compress import compress_pairs, copy_records, write_cache
 from .draft import markov_bias
 from .engram import engram_gate, engram_hash, engram_lookup
 from .exchange.api import exchange_combine, exchange_pack, exchange_plan, exchange_unpack
-from .hyper import mhc_boundary, mhc_collapse, mhc_expand, mhc_mixes
-from .index import index_query, index_topk, topk
-from .linear import block_linear, block_linear_scratch, grouped_linear, linear, pack_linear
+from .hyper import mhc_boundary, mhc_collapse, mhc_expand, mhc_mixes, mhc_scratch
+from .index import index_query, index_topk, index_topk_scratch, topk, topk_scratch
+from .linear import (
+    block_linear,
+    block_linear_scratch,
+    grouped_linear,
+    grouped_linear_scratch,
+    linear,
+    pack_linear,
+)
 from .moe import mxfp4_moe, mxfp4_moe_scratch, pack_experts
 from .norm_rope import rms_norm, rms_norm_quantize, rope
 from .quant import quantize_mxfp4, quantize_mxfp8, quantize_nvfp4, swiglu_quantize
@@ -28,14 +35,17 @@ __all__ = [
     "exchange_plan",
     "exchange_unpack",
     "grouped_linear",
+    "grouped_linear_scratch",
     "index_query",
     "index_topk",
+    "index_topk_scratch",
     "linear",
     "markov_bias",
     "mhc_boundary",
     "mhc_collapse",
     "mhc_expand",
     "mhc_mixes",
+    "mhc_scratch",
     "mxfp4_moe",
     "mxfp4_moe_scratch",
     "pack_experts",
@@ -49,10 +59,12 @@ __all__ = [
     "rope",
     "sample_tokens",
     "sparse_attn",
+    "sparse_attn_scratch",
     "split_budget_ragged",
     "swiglu_quantize",
     "topk",
     "topk_route",
+    "topk_scratch",
     "verify_drafts",
     "write_cache",
 ]

@@ -28,6 +28,24 @@ def strided(pool: torch.Tensor, pages: int, record: int) -> torch.Tensor:
     return pool.as_strided((pages, PAGE, record), (PAGE * record + 32, record, 1))
 
 
+def writing(layout: str, dim: int, norm: bool) -> tuple[Any, ...]:
+    """(x, weight, cos, sin, slots, width, a pool of random bytes): small, large, zero and infinite rows; slots of
+    three pages with one of -1 and one beyond.
+    """
+    rows = 7
+    x = torch.randn(rows, dim + 8).to(BF16)[:, :dim]
+    x[1] *= 1000
+    x[2] = 0
+    x[5] *= 1e-4
+    if not norm:
+        x[4, 5] = torch.inf
+    weight = torch.randn(dim).to(BF16) if norm else None
+    cos, sin = rope_table(torch.arange(rows) * 1000 + 3, 64, 160_000.0, 16.0)
+    width = Record(layout, dim).bytes
+    before = torch.randint(0, 256, (3, PAGE * width + 32), dtype=torch.uint8)
+    return x, weight, cos, sin, ints(5, -1, 0, 11, 2, 12, 9), width, before
+
+
 @pytest.mark.parametrize(
     ("layout", "dim", "norm", "rounded"),
     [
@@ -42,19 +60,8 @@ def strided(pool: torch.Tensor, pages: int, record: int) -> torch.Tensor:
 )
 def test_write_cache(layout: str, dim: int, norm: bool, rounded: bool) -> None:
     """Every byte of the pool: records at their slots, nothing at -1, beyond the pool, or in the gaps."""
-    rows = 7
-    x = torch.randn(rows, dim + 8).to(BF16)[:, :dim]
-    x[1] *= 1000
-    x[2] = 0
-    x[5] *= 1e-4
-    if not norm:
-        x[4, 5] = torch.inf
-    weight = torch.randn(dim).to(BF16) if norm else None
-    cos, sin = rope_table(torch.arange(rows) * 1000 + 3, 64, 160_000.0, 16.0)
-    width = Record(layout, dim).bytes
-    before = torch.randint(0, 256, (3, PAGE * width + 32), dtype=torch.uint8)
+    x, weight, cos, sin, slots, width, before = writing(layout, dim, norm)
     want, got = before.clone(), before.clone().to(DEVICE)
-    slots = ints(5, -1, 0, 11, 2, 12, 9)
     ref_cache.write_cache(x, weight, 1e-6, cos, sin, slots, rounded, layout, strided(want, 3, width))
     pages = strided(got, 3, width)
     if GPU:

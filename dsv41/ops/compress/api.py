@@ -49,7 +49,7 @@ def _copy_hopper(source: Any, source_slots: Any, slots: Any, pages: Any) -> str 
 
 def _kernels(supports: Any) -> tuple[Kernel, ...]:
     return (
-        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90, 100, 103), supports=supports),
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), supports=supports),
         Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
     )
 

@@ -1,3 +1,3 @@
-from .api import index_query, index_topk, topk
+from .api import index_query, index_topk, index_topk_scratch, topk, topk_scratch
 
-__all__ = ["index_query", "index_topk", "topk"]
+__all__ = ["index_query", "index_topk", "index_topk_scratch", "topk", "topk_scratch"]

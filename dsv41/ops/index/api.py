@@ -102,7 +102,7 @@ _QUERY = Op(
     reference="dsv41_reference.index:index_query",
     package=__package__,
     kernels=(
-        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90, 100, 103), supports=_query_hopper),
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), supports=_query_hopper),
         Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
     ),
 )
@@ -111,7 +111,7 @@ _TOPK = Op(
     reference="dsv41_reference.index:topk",
     package=__package__,
     kernels=(
-        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90, 100, 103), supports=_topk_hopper),
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), supports=_topk_hopper),
         Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
     ),
 )

@@ -1,3 +1,17 @@
-from .api import block_linear, block_linear_scratch, grouped_linear, linear, pack_linear
+from .api import (
+    block_linear,
+    block_linear_scratch,
+    grouped_linear,
+    grouped_linear_scratch,
+    linear,
+    pack_linear,
+)
 
-__all__ = ["block_linear", "block_linear_scratch", "grouped_linear", "linear", "pack_linear"]
+__all__ = [
+    "block_linear",
+    "block_linear_scratch",
+    "grouped_linear",
+    "grouped_linear_scratch",
+    "linear",
+    "pack_linear",
+]

@@ -169,7 +169,8 @@ def mxfp4_moe(
         or 0.
 
     Contract: no host sync on accelerators; graph-safe; allocates only what is None (and the quantised x); the
-        same bits on every run; a row's bits do not depend on the other rows.
+        same bits on every run; a row's bits do not depend on what the other rows hold. A kernel may choose
+        its tiles, and with them the last bits, by how many rows there are.
     Reference: dsv41_reference.moe.mxfp4_moe
     """
     name = "mxfp4_moe"
@@ -184,6 +185,7 @@ def mxfp4_moe(
         low, high = int(expert_ids.min()), int(expert_ids.max())
         good = low >= -1 and high < experts.num_experts
         check(good, name, f"expert_ids: -1 to {experts.num_experts - 1}", f"{low} to {high}")
+    check(isinstance(limit, int | float) and limit > 0, name, "limit: a number above 0", limit)
     if shared is not None:
         check_tensor(name, "shared", shared, (tokens, hidden), torch.bfloat16, like=experts.w13)
     out = output(name, out, (tokens, hidden), torch.bfloat16, experts.w13)

@@ -41,7 +41,7 @@ _RMS_NORM = Op(
     reference="dsv41_reference.norm_rope:rms_norm",
     package=__package__,
     kernels=(
-        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90, 100, 103), supports=_rows_fit),
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), supports=_rows_fit),
         _NPU,
     ),
 )
@@ -51,9 +51,7 @@ NORM_QUANTIZE = Op(
     reference="dsv41_reference.norm_rope:rms_norm_quantize",
     package=__package__,
     kernels=(
-        Kernel(
-            "tilelang_cuda", "cuda", needs=("tilelang",), archs=(90, 100, 103), supports=_norm_quantize_fits
-        ),
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), supports=_norm_quantize_fits),
         _NPU,
     ),
 )
@@ -62,7 +60,7 @@ _ROPE = Op(
     reference="dsv41_reference.norm_rope:rope",
     package=__package__,
     kernels=(
-        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90, 100, 103), supports=_rope_fits),
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), supports=_rope_fits),
         _NPU,
     ),
 )

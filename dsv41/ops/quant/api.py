@@ -38,7 +38,7 @@ def _swiglu_fits(
 
 
 _KERNELS = (
-    Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90, 100, 103), supports=_rows_fit),
+    Kernel("tilelang_cuda", "cuda", needs=("tilelang",), supports=_rows_fit),
     Kernel("triton_cuda", "cuda", needs=("triton",)),
     Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
 )
@@ -66,7 +66,7 @@ _SWIGLU = Op(
     reference="dsv41_reference.quant:swiglu_quantize",
     package=__package__,
     kernels=(
-        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90, 100, 103), supports=_swiglu_fits),
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), supports=_swiglu_fits),
         Kernel("triton_cuda", "cuda", needs=("triton",)),
         Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
     ),
