@@ -29,8 +29,8 @@ def strided(pool: torch.Tensor, pages: int, record: int) -> torch.Tensor:
 
 
 def writing(layout: str, dim: int, norm: bool) -> tuple[Any, ...]:
-    """(x, weight, cos, sin, slots, width, a pool of random bytes): small, large, zero and infinite rows; slots of
-    three pages with one of -1 and one beyond.
+    """(x, weight, cos, sin, slots, width, a pool of random bytes): rows of all sizes, zero and infinite; slots
+    in three pages, -1, and one beyond them.
     """
     rows = 7
     x = torch.randn(rows, dim + 8).to(BF16)[:, :dim]
@@ -69,7 +69,7 @@ def test_write_cache(layout: str, dim: int, norm: bool, rounded: bool) -> None:
         a, b, c, d = (y.to(DEVICE) for y in (x, cos, sin, slots))
         ops.write_cache(a, b, c, d, PagedKV(pages, Record(layout, dim)), round_rope=rounded, **keys)
     else:
-        few = [x, x.stride(0), weight, 1e-6, cos, sin, cos.stride(0), sin.stride(0), slots, rows]
+        few = [x, x.stride(0), weight, 1e-6, cos, sin, cos.stride(0), sin.stride(0), slots, len(x)]
         name = tilelang_cuda.write_name(layout, dim, norm, rounded, 32)
         where = [pages, pages.stride(0), PAGE, 3]
         cuda_emu.emulate(tilelang_cuda.source(), name, [*few, *where], grid=2, threads=128)
