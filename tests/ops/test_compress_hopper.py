@@ -29,7 +29,7 @@ def strided(pool: torch.Tensor, pages: int, record: int) -> torch.Tensor:
 
 
 def writing(layout: str, dim: int, norm: bool) -> tuple[Any, ...]:
-    """(x, weight, cos, sin, slots, width, a pool of random bytes): rows of all sizes, zero and infinite; slots
+    """(x, weight, cos, sin, slots, width, random bytes): rows of all sizes, zero and infinite; slots
     in three pages, -1, and one beyond them.
     """
     rows = 7
