@@ -147,3 +147,16 @@ def test_compile_follows_the_sizes(dynamic: bool) -> None:
     for rows in (3, 200):
         x = torch.randn(rows, 64).to(BF16)
         assert all(torch.equal(a, b) for a, b in zip(graph(x), both(x), strict=True))
+
+
+@pytest.mark.parametrize("place", ["x", "w", "grouped"])
+def test_a_scale_byte_of_255(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = quantize_mxfp8(torch.randn(2, 64).bfloat16()), quantize_mxfp8(torch.randn(32, 64), tile_rows=32)
+    broken = x if place == "x" else w
+    broken.scale.view(torch.uint8)[0, 1] = 255
+    monkeypatch.setenv("DSV41_CHECK", "1")
+    if place == "grouped":
+        rows = torch.randn(2, 1, 64).bfloat16()
+        assert_refused(lambda: ops.grouped_linear(rows, w), "grouped_linear: expected w.scale: no byte 255")
+    else:
+        assert_refused(lambda: ops.block_linear(x, w), f"block_linear: expected {place}.scale: no byte 255")

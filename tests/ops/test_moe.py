@@ -139,6 +139,17 @@ def test_a_wrong_id(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_refused(lambda: ops.mxfp4_moe(x, ids, weights, e, limit=10.0), "expert_ids: -1 to 3, got")
 
 
+@pytest.mark.parametrize("place", ["x.scale", "w13_scale", "w2_scale"])
+def test_a_scale_byte_of_255(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, e, (ids, weights) = quantize_mxfp8(torch.randn(2, HIDDEN).to(BF16)), experts(), choices(2)
+    scale = {"x.scale": x.scale, "w13_scale": e.w13_scale, "w2_scale": e.w2_scale}[place]
+    scale.view(torch.uint8).view(-1)[1] = 255
+    monkeypatch.setenv("DSV41_CHECK", "1")
+    assert_refused(
+        lambda: ops.mxfp4_moe(x, ids, weights, e, limit=1.0), f"mxfp4_moe: expected {place}: no byte 255"
+    )
+
+
 E, X = experts(1), torch.zeros(2, HIDDEN, dtype=BF16)
 J, W = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, 1)
 NOTHING: Any = None

@@ -7,7 +7,7 @@ import torch
 
 from ..._op import Kernel, Op, Parts, check, check_tensor, output, parts_bytes, workspace
 from ...formats import MXFP8, FP8Tiles, fold_tiles
-from ..quant.api import mxfp8_operand
+from ..quant.api import check_scales, mxfp8_operand
 
 
 def _unaligned(**tensors: Any) -> str | None:
@@ -143,6 +143,7 @@ def block_linear_scratch(
 def _check_weight(name: str, w: Any) -> None:
     good = isinstance(w, MXFP8) and w.tile_rows == 32 and w.values.dim() == 2
     check(good, name, "w: MXFP8 of 32 x 32 tiles", w)
+    check_scales(name, {"w.scale": w.scale})
 
 
 def pack_linear(w: MXFP8, *, numerics: str = "fp8") -> FP8Tiles | MXFP8:

@@ -9,7 +9,7 @@ import torch
 from ..._op import Kernel, Op, Parts, check, check_tensor, check_values, output, parts_bytes, workspace
 from ...formats import MXFP8, MXFP4Experts
 from .._tilelang import pack
-from ..quant.api import mxfp8_operand
+from ..quant.api import check_scales, mxfp8_operand
 
 
 def _hopper(x: Any, x_scale: Any, ids: Any, weights: Any, w13: Any, *rest: Any) -> str | None:
@@ -185,6 +185,8 @@ def mxfp4_moe(
         low, high = int(expert_ids.min()), int(expert_ids.max())
         good = low >= -1 and high < experts.num_experts
         check(good, name, f"expert_ids: -1 to {experts.num_experts - 1}", f"{low} to {high}")
+    if experts.layout.startswith("plain"):  # packing has looked at the others
+        check_scales(name, {"w13_scale": experts.w13_scale, "w2_scale": experts.w2_scale})
     check(isinstance(limit, int | float) and limit > 0, name, "limit: a number above 0", limit)
     if shared is not None:
         check_tensor(name, "shared", shared, (tokens, hidden), torch.bfloat16, like=experts.w13)

@@ -1,10 +1,11 @@
 """Quantise activations to the block formats of `dsv41.formats`."""
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, output
+from ..._op import Kernel, Op, check, check_tensor, check_values, output
 from ...formats import E4M3, E8M0, MXFP4, MXFP8, NVFP4
 
 _View = TypeVar("_View", MXFP8, MXFP4, NVFP4)
@@ -96,6 +97,14 @@ def _check_rows(name: str, x: torch.Tensor, block: int) -> None:
     check(x.shape[1] % block == 0, name, f"x: [num_tokens, K] with K a multiple of {block}", x)
 
 
+def check_scales(name: str, scales: Mapping[str, torch.Tensor]) -> None:
+    """Under DSV41_CHECK=1, refuse E8M0 scales with a byte of 255, which is NaN; waits for the device."""
+    if check_values():
+        for label, scale in scales.items():
+            bad = (scale.view(torch.uint8) == 255).nonzero()[:1].tolist()
+            check(not bad, name, f"{label}: no byte 255 (NaN)", f"one at {bad}")
+
+
 def mxfp8_operand(name: str, x: torch.Tensor | MXFP8, width: int, like: torch.Tensor) -> MXFP8:
     """An op's activations [num_tokens, width]: bf16 that is quantised here, or MXFP8 of 1 x 32 blocks."""
     if isinstance(x, torch.Tensor):
@@ -104,6 +113,7 @@ def mxfp8_operand(name: str, x: torch.Tensor | MXFP8, width: int, like: torch.Te
     check(isinstance(x, MXFP8), name, "x: bf16 tensor or MXFP8", type(x).__name__)
     check(x.tile_rows == 1, name, "x: MXFP8 of 1 x 32 blocks", x.tile_rows)
     check_tensor(name, "x.values", x.values, (None, width), E4M3, like=like)
+    check_scales(name, {"x.scale": x.scale})
     return x
 
 
