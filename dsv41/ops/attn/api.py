@@ -61,6 +61,13 @@ def _aligned(*tensors: torch.Tensor) -> bool:
     )
 
 
+def _misaligned(window: torch.Tensor, compressed: torch.Tensor | None) -> str | None:
+    for label, pages in (("window", window), ("compressed", compressed)):
+        if pages is not None and (pages.data_ptr() % 16 or (pages.shape[0] > 1 and pages.stride(0) % 16)):
+            return f"{label}: pages at multiples of 16 bytes, got a stride of {pages.stride(0)}"
+    return None
+
+
 def _hopper(
     q: Any, window: Any, window_layout: Any, window_ids: Any, compressed: Any, compressed_layout: Any,
     compressed_ids: Any, sink: Any, cos: Any, sin: Any, scale: Any, num_splits: Any, out: Any, lse: Any,
@@ -81,13 +88,9 @@ def _hopper(
         ("window", window, window_layout),
         ("compressed", compressed, compressed_layout),
     ):
-        if pages is None:
-            continue
-        if layout not in ("mxfp8", "nvfp4", "v4", "bf16"):
+        if pages is not None and layout not in ("mxfp8", "nvfp4", "v4", "bf16"):
             return f"{label}: records mxfp8, nvfp4, v4 or bf16, got {layout}"
-        if pages.data_ptr() % 16 or (pages.shape[0] > 1 and pages.stride(0) % 16):
-            return f"{label}: pages at multiples of 16 bytes, got a stride of {pages.stride(0)}"
-    return None
+    return _misaligned(window, compressed)
 
 
 def _portable(
@@ -97,7 +100,8 @@ def _portable(
 ) -> str | None:  # fmt: skip
     if q.shape[2] > 1024:
         return f"head_dim at most 1024, got {q.shape[2]}"
-    return None
+    # It would take any stride; but a model of full width must not become slow by where its pages lie.
+    return _misaligned(window, compressed) if q.shape[2] == 512 else None
 
 
 def _flashmla(records: set[str]) -> Callable[..., str | None]:
