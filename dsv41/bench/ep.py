@@ -3,6 +3,9 @@
 exchange: dispatch and combine against a bare all-to-all of the same bytes. layer: a decode MoE layer by
 phase. eplb: skewed routing before and after a live reshuffle, and what it moved. backbone: the whole model.
 Without torchrun it is one rank. ``--simulate`` needs none: see `dsv41.bench.ep_sim`.
+
+Two ranks with ``--experts 192`` stand for four with 384: a rank holds as many experts, and as many rows
+arrive, as many at each expert. What differs is in every row, under "differs".
 """
 
 from __future__ import annotations
@@ -21,11 +24,19 @@ import torch.distributed as dist
 from ..config import V41FlashConfig
 from ..eplb import Balancer
 from ..eplb.live import LiveExperts
-from ..formats import MXFP8
+from ..formats import MXFP8, MXFP4Experts
 from ..layers.checkpoint import draw_tensor
-from ..layers.expert_parallel import ExpertParallel, even_map
-from ..layers.moe import MoE
-from ..ops import exchange_pack, exchange_plan, exchange_unpack, mxfp4_moe, quantize_mxfp8
+from ..layers.expert_parallel import ExpertParallel, even_map, even_table
+from ..layers.moe import Experts, MoE
+from ..ops import (
+    exchange_pack,
+    exchange_plan,
+    exchange_unpack,
+    mxfp4_moe,
+    pack_experts,
+    quantize_mxfp8,
+    swiglu_quantize,
+)
 from ..ops.exchange import GroupTransport, usual_capacity
 from ..parity import distance
 from . import results
@@ -67,8 +78,6 @@ def run(args: argparse.Namespace) -> int:
             backbone(bench)
         else:
             getattr(bench, part)()
-    if args.json and bench.rank == 0:
-        results.append(args.json, bench.rows)
     dist.destroy_process_group()
     return 0 if all(row.get("equal", True) for row in bench.rows) else 1
 
@@ -105,14 +114,28 @@ class Bench:
         self.cfg: V41FlashConfig = getattr(V41FlashConfig, self.name)(**more)
         self.draw = torch.Generator(self.device).manual_seed(args.seed + self.rank)
         self.rows: list[dict[str, Any]] = []
+        self.common: dict[str, Any] = {
+            "config": self.name, "ranks": self.size, "experts": self.cfg.num_experts
+        }  # fmt: skip
+        full = getattr(V41FlashConfig, self.name)().num_experts
+        if self.cfg.num_experts != full:
+            stands = full * self.size // self.cfg.num_experts
+            self.common["stands_for"] = f"{stands} ranks of {full} experts"
+            self.common["differs"] = (
+                f"{self.size - 1} of {self.size} rows leave their rank, not {stands - 1} of {stands}; "
+                f"{self.size - 1} peers; the router has {self.cfg.num_experts} experts; "
+                f"the fullest of {self.size} ranks is waited for, not of {stands}"
+            )
 
     def note(self, row: dict[str, Any]) -> None:
         """Keep a measurement with four figures a number; rank 0 prints it."""
         row = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
-        row = {"op": "ep", "config": self.name, "ranks": self.size, "experts": self.cfg.num_experts, **row}
+        row = {"op": "ep", **self.common, **row}
         self.rows.append(row)
         if self.rank == 0:
             print(json.dumps(row), flush=True)
+            if self.args.json:  # at once: a part that ends badly does not take the others' rows
+                results.append(self.args.json, [row])
 
     def graph_us(self, call: Callable[[], object]) -> float:
         """Microseconds of a call that never waits for the host: in a CUDA graph, or on the clock of a CPU.
@@ -154,18 +177,33 @@ class Bench:
             self.transport, p2l, self.cfg.num_experts, capacity=capacity, device=self.device
         )
 
-    def moe(self, group: ExpertParallel | None, layer: int = 0) -> MoE:
-        """A layer with random weights: an expert's are the same wherever it is."""
+    def moe(self, group: ExpertParallel | None, layer: int = 0, random: bool = False) -> MoE:
+        """A layer with random weights: an expert's are the same wherever it is, unless they are `random`."""
         with torch.device(self.device):
             experts, top_k = self.cfg.num_experts, self.cfg.top_k
             moe = MoE(self.cfg, experts, top_k, None if group is None else group.layers[layer])
         at = f"layers.{layer}.ffn."
         named = {f"{at}{k}": p.data for k, p in moe.named_parameters() if not k.startswith("experts.")}
-        named |= {f"{at}experts.{k}": v for k, v in moe.experts.checkpoint_tensors().items()}
+        if random:
+            self.random_experts(moe.experts)
+        else:
+            named |= {f"{at}experts.{k}": v for k, v in moe.experts.checkpoint_tensors().items()}
         fill(named, self.cfg, self.device, self.args.seed)
-        if self.cuda and self.cfg.hidden % 256 == 0 and self.cfg.inter % 128 == 0:
+        if moe.experts.packable:
             moe.experts.pack()
         return moe
+
+    def random_experts(self, experts: Experts) -> None:
+        """Random bytes are random weights in any order: only one expert is packed, to learn the order's
+        name.
+        """
+        for values in (experts.w13, experts.w2):
+            values.data.random_(0, 256, generator=self.draw)
+        for scale in (experts.w13_scale, experts.w2_scale):
+            scale.data.view(torch.uint8).random_(118, 122, generator=self.draw)
+        if experts.packable:
+            parts = (t[:1].view(torch.uint8).clone().view(t.dtype) for t in experts.parameters())
+            experts.layout = pack_experts(MXFP4Experts(*parts)).layout  # pyright: ignore[reportArgumentType]
 
     def tokens(self, count: int) -> torch.Tensor:
         """[count, hidden] bf16, other rows on every rank."""
@@ -179,7 +217,8 @@ class Bench:
         self.parity()
         for tokens in self.args.decode:
             self.roundtrip(tokens, usual_capacity(tokens, self.cfg.top_k, self.size))
-        self.roundtrip(self.args.prefill, None)
+        for tokens in (self.args.prefill // 8, self.args.prefill):
+            self.roundtrip(tokens, None)
 
     def parity(self, tokens: int = 8) -> None:
         """The ranks' output for a few tokens beside that of one rank with all experts."""
@@ -233,98 +272,131 @@ class Bench:
         back_us = self.graph_us(lambda: flight.combine(rows))
         row = {
             "part": "exchange", "tokens": tokens, "form": "fixed" if capacity else "exact",
-            "capacity": capacity, 
+            "capacity": capacity,
             "out_bytes": int(records.nbytes * away), "back_bytes": int(back.nbytes * away),
             "dispatch_us": out_us, "combine_us": back_us, "bare_dispatch_us": bare,
             "bare_combine_us": bare_back, "plan_us": plan_us, "pack_us": pack_us, "unpack_us": unpack_us,
+            "bare_dispatch_GBps": records.nbytes * away / bare / 1e3,
+            "bare_combine_GBps": back.nbytes * away / bare_back / 1e3,
             "dispatch_GBps": records.nbytes * away / out_us / 1e3,
+            "combine_GBps": back.nbytes * away / back_us / 1e3,
             "dispatch_ratio": bare / out_us, "combine_ratio": bare_back / back_us,
         }  # fmt: skip
         self.note(row)
 
     def layer(self) -> None:
         """A decode layer by phase, and the whole with the shared expert overlapping the way out."""
+        moe = self.moe(self.group(1, None), random=True)
         for tokens in self.args.decode:
-            self.phases(tokens)
+            self.phases(moe, tokens)
 
-    def phases(self, tokens: int) -> None:
+    def phases(self, moe: MoE, tokens: int) -> None:
         """One row of `layer`."""
         capacity = usual_capacity(tokens, self.cfg.top_k, self.size)
-        group = self.group(1, capacity)
-        moe, x = self.moe(group), self.tokens(tokens)
+        group, x = self.group(1, capacity), self.tokens(tokens)
+        moe.ep, group.layers[0].experts = group.layers[0], moe.experts
         q = quantize_mxfp8(x)
         ids, weights = moe.route(x, None)
-        ep, t = group.layers[0], self.transport
+        ep = group.layers[0]
         flight = ep.dispatch(q, ids, weights)
         arrived = flight.wait()
         rows = mxfp4_moe(*arrived, moe.experts.mxfp4, limit=self.cfg.swiglu_limit)
-        limit = self.cfg.swiglu_limit
-        sent = exchange_like(arrived[0], self.device)
-        got = torch.empty_like(sent)
+        limit, shared = self.cfg.swiglu_limit, moe.shared_experts
         calls: dict[str, Callable[[], object]] = {
             "route": lambda: moe.route(x, None),
             "dispatch": lambda: ep.dispatch(q, ids, weights).wait(),
+            "shared": lambda: shared.w2(swiglu_quantize(shared.gate_up(q), limit=limit)),
             "experts": lambda: mxfp4_moe(*arrived, moe.experts.mxfp4, limit=limit),
-            "return": lambda: t.all_to_all(sent, got).wait(),
+            "combine": lambda: flight.combine(rows),
             "whole": lambda: moe(x, None, q),
         }
         times = {f"{name}_us": self.graph_us(call) for name, call in calls.items()}
         lost = sum(group.exchange.lost())
-        self.note(
-            {
-                "part": "layer",
-                "tokens": tokens,
-                "capacity": capacity,
-                "rows": len(rows),
-                "lost": lost,
-                **times,
-            }
-        )
+        row = {"part": "layer", "tokens": tokens, "capacity": capacity, "rows": len(rows), "lost": lost}
+        self.note({**row, **times})
 
     def eplb(self) -> None:
         """Skewed random routing: imbalance, step time, and the price of a live reshuffle."""
-        cfg, layers, tokens = self.cfg, self.args.layers, max(self.args.decode)
-        group = self.group(layers, None)
-        moes = [self.moe(group, i) for i in range(layers)]
+        layers = self.args.layers
+        group = self.group(layers, max(self.args.decode) * self.cfg.top_k)
+        moes = [self.moe(group, i, random=True) for i in range(layers)]
         host = np.random.default_rng(self.args.seed)  # the same popularity on every rank
-        popular = (1 + np.arange(cfg.num_experts)) ** -SKEW
-        weight = np.stack([host.permutation(popular) for _ in range(layers)])
-        ids = [self.skewed(row, tokens) for row in weight]
-        shares = torch.full((tokens, cfg.top_k), 1 / cfg.top_k, device=self.device)
-        q, shared = quantize_mxfp8(self.tokens(tokens)), self.tokens(tokens)
+        popular = (1 + np.arange(self.cfg.num_experts)) ** -SKEW
+        self.reshuffle(group, moes, "scattered", np.stack([host.permutation(popular) for _ in moes]))
+        self.reshuffle(group, moes, "worst first", np.stack([popular] * layers))
 
-        def step() -> None:
-            group.begin(tokens, None)
-            for moe, chosen in zip(moes, ids, strict=True):
-                assert moe.ep is not None
-                flight = moe.ep.dispatch(q, chosen, shares)
-                rows = mxfp4_moe(*flight.wait(), moe.experts.mxfp4, limit=cfg.swiglu_limit)
-                flight.combine(rows, shared=shared)
-            group.end()
+    def reshuffle(self, group: ExpertParallel, moes: list[MoE], order: str, popular: np.ndarray) -> None:
+        """One row of `eplb`: ``order`` says which experts are the popular ones."""
+        cfg, layers = self.cfg, len(moes)
+        even = even_map(1, cfg.num_experts, self.size, SPARE * (self.size > 1))
+        for i, table in enumerate(even_table(even, cfg.num_experts).expand(layers, -1, -1)):
+            group.switch(i, even[0], table)
+        # A decode step in the fixed form, with room for everything, and a prefill step in the exact one.
+        sizes = {"decode": max(self.args.decode), "prefill": self.args.prefill}
+        steps: dict[str, Callable[[], None]] = {}
+        routed = {name: [self.skewed(row, tokens) for row in popular] for name, tokens in sizes.items()}
+        for name, tokens in sizes.items():
+            q, shared = quantize_mxfp8(self.tokens(tokens)), self.tokens(tokens)
+            shares = torch.full((tokens, cfg.top_k), 1 / cfg.top_k, device=self.device)
 
-        before_us, before = self.clock_us(step), self.spread(group, ids)
-        balancer = Balancer(
-            group.physical_to_logical.numpy(), cfg.num_experts, self.size, min_gain=0.0, compiled=False
-        )
-        live = LiveExperts(balancer, self.transport, [group.tensors(i) for i in range(layers)], group.switch)
+            def step(name: str = name, q: MXFP8 = q, shares: Any = shares, shared: Any = shared) -> None:
+                group.begin(len(shared), None)
+                for moe, chosen in zip(moes, routed[name], strict=True):
+                    assert moe.ep is not None
+                    flight = moe.ep.dispatch(q, chosen, shares)
+                    rows = mxfp4_moe(*flight.wait(), moe.experts.mxfp4, limit=cfg.swiglu_limit)
+                    flight.combine(rows, shared=shared)
+                group.end()
+
+            steps[name] = step
+        row: dict[str, Any] = {
+            "part": "eplb", "order": order, "skew": SKEW, "layers": layers, "tokens": sizes["decode"],
+            "prefill_tokens": sizes["prefill"],
+        }  # fmt: skip
+
+        def measure(when: str) -> None:
+            row[f"decode_{when}_us"] = self.graph_us(steps["decode"])
+            with group.exactly():
+                row[f"prefill_{when}_us"] = self.clock_us(steps["prefill"])
+            row[f"imbalance_{when}"] = self.spread(group, routed["prefill"])
+
+        measure("before")
+        moved = self.move(group, group.counts)
+        measure("after")
+        self.note(row | moved)
+
+    def move(self, group: ExpertParallel, loads: torch.Tensor) -> dict[str, Any]:
+        """Plan for ``loads``, and move and switch every layer: what of a row that is. Bytes are those into
+        the rank that gets most, layer by layer; the first layer of all also opens the connections.
+        """
+        served = group.physical_to_logical.numpy()
+        balancer = Balancer(served, self.cfg.num_experts, self.size, min_gain=0.0, compiled=False)
+        layers = [group.tensors(i) for i in range(len(served))]
+        live = LiveExperts(balancer, self.transport, layers, group.switch)
         began = time.perf_counter()
-        decision = live.propose(group.counts)
-        planned = time.perf_counter()
-        switched = 0
-        while live.advance() is not None:
-            switched += 1
-        moved = time.perf_counter()
-        after_us, after = self.clock_us(step), self.spread(group, ids)
-        self.note(
-            {
-                "part": "eplb", "tokens": tokens, "layers": layers, "skew": SKEW,
-                "imbalance_before": before, "imbalance_after": after,
-                "step_before_us": before_us, "step_after_us": after_us,
-                "moves": len(decision.moves), "layers_moved": switched,
-                "most_bytes_into_a_rank": int(self.slowest(float(live.moved))),
-                "plan_s": self.slowest(planned - began), "transfer_s": self.slowest(moved - planned),
-            }
-        )  # fmt: skip
+        decision = live.propose(loads)
+        planned = self.slowest(time.perf_counter() - began)
+        seconds, came = [], []
+        while live.todo:
+            self.wait()
+            began, before = time.perf_counter(), live.moved
+            live.advance()
+            self.wait()
+            seconds.append(round(time.perf_counter() - began, 5))
+            came.append(int(self.slowest(float(live.moved - before))))
+        return {
+            "moves": len(decision.moves), "bytes": sum(came), "plan_s": planned, "transfer_s": sum(seconds),
+            "layer_bytes": came, "layer_s": seconds,
+        }  # fmt: skip
+
+    def uneven(self, group: ExpertParallel) -> float:
+        """Most rows of a rank over the mean, averaged over layers, of the last step by the tables' shares."""
+        counts = group.counts.clone()
+        self.transport.all_reduce(counts)
+        rank = group.table.long() // group.slots_per_rank
+        share = torch.nn.functional.one_hot(rank, self.size).double().mean(2)  # [layers, experts, ranks]
+        rows = (counts[:, :, None] * share).sum(1)
+        return float((rows.amax(1) / rows.mean(1).clamp(min=1e-9)).mean())
 
     def skewed(self, weight: np.ndarray, tokens: int) -> torch.Tensor:
         """[tokens, top_k] int32 distinct experts drawn by their popularity."""
@@ -345,11 +417,6 @@ class Bench:
             self.transport.all_reduce(rows)
             ratios.append(float(rows.max() * self.size / rows.sum()))
         return statistics.fmean(ratios)
-
-
-def exchange_like(x: MXFP8, device: torch.device) -> torch.Tensor:
-    """As many bytes as the results of these rows."""
-    return torch.zeros((x.values.shape[0], 2 * x.values.shape[1]), dtype=torch.uint8, device=device)
 
 
 def fill(tensors: dict[str, torch.Tensor], cfg: V41FlashConfig, device: torch.device, seed: int) -> None:

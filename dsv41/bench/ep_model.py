@@ -2,27 +2,28 @@
 
 Every rank prefills its own prompts under bounded replay and decodes its own requests. Engram tables are one
 constant file that the ranks map together, with fewer rows than the real tables: row numbers are taken modulo
-theirs. Caches of decode hold zeros: attention reads as many records as it would, whatever they say.
+theirs. Caches of decode hold random records.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..formats import E4M3, E8M0, MXFP4Experts
+from ..formats import E4M3, E8M0
 from ..layers import V41Flash, V41State
 from ..layers.engram import EngramStore, MemoryEngramStore, TokenMap
 from ..layers.moe import Experts
-from ..ops import pack_experts
 from ..ops.exchange import usual_capacity
 from ..replay import ReplayConfig, ReplayGeometry, ReplayMode, RequestSpan, plan_decoder
 from ..replay.device import to_device
 from .ep import fill
+from .step import random_state
 
 if TYPE_CHECKING:
     from .ep import Bench
@@ -77,24 +78,13 @@ def build(bench: Bench, capacity: int) -> V41Flash:
     fill(names, cfg, bench.device, bench.args.seed)
     for module in model.modules():
         if isinstance(module, Experts):
-            random_experts(bench, module)
+            bench.random_experts(module)
     model.pack()  # what is left: weights that read the same input become one
     if cfg.engram.layers:
         store = shared_table(bench, cfg.engram.head_dim)
         for layer in cfg.engram.layers:
             model.attach_engram(layer, store)
     return model
-
-
-def random_experts(bench: Bench, experts: Experts) -> None:
-    """Random bytes are random weights in any order: only one expert is packed, to learn the order's name."""
-    for values in (experts.w13, experts.w2):
-        values.data.random_(0, 256, generator=bench.draw)
-    for scale in (experts.w13_scale, experts.w2_scale):
-        scale.data.view(torch.uint8).random_(118, 122, generator=bench.draw)
-    if bench.cuda and experts.w13.shape[2] % 128 == 0 and experts.inter % 128 == 0:
-        parts = (t[:1].view(torch.uint8).clone().view(t.dtype) for t in experts.parameters())
-        experts.layout = pack_experts(MXFP4Experts(*parts)).layout  # pyright: ignore[reportArgumentType]
 
 
 def backbone(bench: Bench) -> None:
@@ -107,14 +97,25 @@ def backbone(bench: Bench) -> None:
         free, total = torch.cuda.mem_get_info()
         row |= {"device_bytes": total, "least_free": -int(bench.slowest(-float(free)))}
     bench.note(row)
-    prefill(bench, model)
+    loads = prefill(bench, model)
     for context in args.context:
         for requests in args.decode:
             decode(bench, model, requests, context)
+    if bench.size > 1:
+        reshuffle(bench, model, loads)
+        prefill(bench, model)
+        decode(bench, model, _middle(bench), min(args.context))
 
 
-def prefill(bench: Bench, model: V41Flash) -> None:
-    """One prompt a rank, as long as the step, in the exact form."""
+def reshuffle(bench: Bench, model: V41Flash, loads: torch.Tensor) -> None:
+    """All layers by the loads of a prefill step; what follows is measured with the new map."""
+    assert model.ep is not None
+    bench.note({"part": "reshuffle", "layers": bench.cfg.num_layers, **bench.move(model.ep, loads)})
+    bench.common["eplb"] = "on"
+
+
+def prefill(bench: Bench, model: V41Flash) -> torch.Tensor:
+    """One prompt a rank, as long as the step, in the exact form; returns the loads of this rank."""
     cfg, args, length = bench.cfg, bench.args, bench.args.prefill
     assert model.ep is not None
     tokens = torch.randint(0, cfg.image_token, (length,), device=bench.device, generator=bench.draw)
@@ -132,15 +133,11 @@ def prefill(bench: Bench, model: V41Flash) -> None:
 
     with model.ep.exactly():
         us = bench.clock_us(step, repeats=3)
-    bench.note(
-        {
-            "part": "prefill",
-            "tokens": length,
-            "replay": args.replay,
-            "us": us,
-            "tokens_per_s": length / us * 1e6,
-        }
-    )
+        phases = spent(bench, step, step)
+    row = {"part": "prefill", "tokens": length, "replay": args.replay, "us": us}
+    row |= {"tokens_per_s": length / us * 1e6, "imbalance": bench.uneven(model.ep)}
+    bench.note(row | phases)
+    return model.ep.counts.clone()
 
 
 def decode(bench: Bench, model: V41Flash, requests: int, context: int) -> None:
@@ -150,7 +147,7 @@ def decode(bench: Bench, model: V41Flash, requests: int, context: int) -> None:
     row: dict[str, Any] = {"part": "decode", "requests": requests, "context": context}
     assert model.ep is not None
     try:
-        state = V41State.allocate(cfg, requests, context + 4 * STEPS, device=bench.device)
+        state = random_state(cfg, requests, context + 4 * STEPS, bench.device)
         short = 0.0
     except torch.OutOfMemoryError:
         short = 1.0
@@ -183,4 +180,36 @@ def decode(bench: Bench, model: V41Flash, requests: int, context: int) -> None:
     steps = STEPS if bench.cuda else 1
     us = bench.clock_us(lambda: [run() for _ in range(steps)], repeats=2) / steps
     lost = sum(model.ep.exchange.lost())
-    bench.note({**row, "us": us, "lost_pairs": lost, "tokens_per_s": requests / us * 1e6})
+    row |= {"us": us, "lost_pairs": lost, "tokens_per_s": requests / us * 1e6}
+    row["imbalance"] = bench.uneven(model.ep)
+    set_back()
+    bench.note(row | (spent(bench, step, run) if requests == _middle(bench) else {}))
+
+
+def _middle(bench: Bench) -> int:
+    """Requests of the decode steps that are taken apart."""
+    return sorted(bench.args.decode)[len(bench.args.decode) // 2]
+
+
+def spent(bench: Bench, step: Callable[[], object], run: Callable[[], object]) -> dict[str, Any]:
+    """Milliseconds of this rank's kernels: by op in ``step``, and between ranks in ``run``, the same from a
+    graph where there is one: there no rank waits for the other's host.
+    """
+    if not bench.cuda:
+        return {}
+    from torch.profiler import ProfilerActivity, profile
+
+    found = []
+    for call in (step, run):
+        bench.wait()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as made:
+            call()
+            torch.cuda.synchronize()
+        found.append(made.key_averages())
+    ops = {e.key[7:]: e.device_time_total / 1e3 for e in found[0] if e.key.startswith("dsv41::")}
+    kernels = [e for e in found[1] if e.device_type.name == "CUDA"]
+    nccl = sum(e.self_device_time_total for e in kernels if "nccl" in e.key.lower()) / 1e3
+    total = sum(e.self_device_time_total for e in kernels) / 1e3
+    ops |= {"between ranks": nccl, "torch": total - nccl - sum(ops.values())}
+    ops = {k: round(v, 3) for k, v in sorted(ops.items(), key=lambda kv: -kv[1]) if v >= 0.05}
+    return {"kernels_ms": total, "spent_ms": ops}

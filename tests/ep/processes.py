@@ -1,4 +1,4 @@
-"""Ranks as processes over gloo, each with a deadline: nothing here can hang the suite."""
+"""Ranks as processes over gloo or NCCL, each with a deadline: nothing here can hang the suite."""
 
 import datetime
 import multiprocessing
@@ -14,12 +14,16 @@ STORE = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 LIMIT = 120.0  # seconds for all ranks of one call, start included; some seconds are usual
 
 
-def _main(work: Callable[..., Any], rank: int, size: int, port: int, pipe: Any, args: Any) -> None:
+def _main(
+    work: Callable[..., Any], rank: int, size: int, port: int, pipe: Any, backend: str, args: Any
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     patience = datetime.timedelta(seconds=60)
     store = STORE("127.0.0.1", port, size + 1, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
     from dsv41.ops.exchange import GroupTransport
 
     group = dist.group.WORLD
@@ -33,9 +37,9 @@ def _main(work: Callable[..., Any], rank: int, size: int, port: int, pipe: Any, 
     os._exit(0)
 
 
-def on_processes(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+def on_processes(size: int, work: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
     """``work(transport, *args)`` on every rank, a function of a module; a result or (error, text) a rank, and
-    None for a rank that died.
+    None for a rank that died. With NCCL rank r has GPU r.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "dsv41.layers.model", "dsv41.eplb", "tests.ep.jobs"])
@@ -44,7 +48,7 @@ def on_processes(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     for rank in range(size):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_main, args=(work, rank, size, store.port, theirs, args), daemon=True
+            target=_main, args=(work, rank, size, store.port, theirs, backend, args), daemon=True
         )
         process.start()
         theirs.close()

@@ -157,14 +157,22 @@ class GroupTransport(Transport):
                 except RuntimeError as error:
                     raise PeerLost("swap", [r], timeout) from error
             return
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()  # the stream waits, not the host
-        done = torch.cuda.Event()
-        done.record()
+        # On a stream of its own: with a peer that died NCCL's kernel never ends, and the rows that this rank
+        # still serves must not wait for it.
+        caller, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(caller)
+        with torch.cuda.stream(aside):
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()  # the stream waits, not the host
+            done = torch.cuda.Event()
+            done.record()
+        for message in (*sends.values(), *recvs.values()):
+            message.record_stream(aside)  # not given to others before it has landed
         while not done.query():
             if time.monotonic() > deadline:
                 raise PeerLost("swap", sorted({r for _, r in peers}), timeout)
-            time.sleep(0.0005)
+            time.sleep(0.0002)
+        caller.wait_event(done)
 
     def all_reduce(self, x: torch.Tensor) -> None:
         dist.all_reduce(x, group=self.group)
