@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,13 @@ def check_tensor(
         check(False, name, f"{label}: contiguous", f"strides {tuple(x.stride())}")
     if x.dim() and x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel():
         check(False, name, f"{label}: last dimension contiguous", f"strides {tuple(x.stride())}")
+
+
+def check_sizes(name: str, least: int = 0, **sizes: Any) -> None:
+    """Check sizes that a caller gives as numbers: integers of at least ``least``."""
+    for label, size in sizes.items():
+        good = isinstance(size, int | torch.SymInt) and not isinstance(size, bool) and size >= least
+        check(good, name, f"{label}: an integer of {least} or more", size)
 
 
 def output(
@@ -146,6 +153,13 @@ class Target:
     device: str
     arch: int | None = None
     packages: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        check(isinstance(self.device, str), "Target", "device: a torch device type as text", self.device)
+        whole = self.arch is None or (isinstance(self.arch, int) and not isinstance(self.arch, bool))
+        check(whole, "Target", "arch: an integer such as 90 for SM90, or None", repr(self.arch))
+        known = self.packages is None or isinstance(self.packages, Set)
+        check(known, "Target", "packages: a set of names, or None", self.packages)
 
     @staticmethod
     def of(x: torch.Tensor) -> "Target":

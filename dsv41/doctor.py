@@ -13,6 +13,7 @@ import torch
 from . import __version__
 from ._op import Target, _installed, check, ops
 from .config import V41FlashConfig
+from .support import MISSING
 
 # Package (or program): (distributions that bring it, what to install, what it is for).
 PACKAGES = {
@@ -24,6 +25,9 @@ PACKAGES = {
         "compiles TileLang kernels",
     ),
     "torch_npu": (("torch-npu",), "pip install 'dsv41[npu]'", "torch on Ascend"),
+    "deep_gemm": (("deep-gemm", "deep_gemm"), "from its sources", "adapters: linears, experts, index scores"),
+    "flash_mla": (("flash-mla", "flash_mla"), "from its sources", "adapter: attention"),
+    "deep_ep": (("deep-ep", "deep_ep"), "from its sources", "adapters: exchange, Engram rows of other ranks"),
     "numba": (("numba",), "pip install 'dsv41[eplb]'", "compiled loops of dsv41.eplb"),
     "tokenizers": (("tokenizers",), "pip install 'dsv41[text]'", "python -m dsv41 demo"),
     "xgrammar": (("xgrammar",), "pip install 'dsv41[grammar]'", "grammars for apply_token_bitmask"),
@@ -159,8 +163,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name:<14}{version}")
     for name, target in targets.items():
         print(f"\n{name}\n")
-        for row in reports[name]:
-            print(_line(row, target))
+        print("\n".join(_lines(reports[name], target)))
         needed = missing(target)
         print("".join(f"\nmissing: {line}" for line in needed), end="\n" if needed else "")
     if bare:
@@ -168,14 +171,18 @@ def run(args: argparse.Namespace) -> int:
     return int(bare and not made_up)
 
 
-def _line(row: dict[str, Any], target: Target) -> str:
-    """``op  kernel  (passed over: reasons)``; kernels of other devices are not worth a word."""
-    reasons = [
-        f"{kernel}: {reason}"
-        for kernel, reason in row["refused"].items()
-        if not reason.startswith("built for") or reason.startswith("built for sm")
-    ]
-    if row["kernel"] is None and not reasons:
-        reasons = [f"no kernel for {target.device} exists"]
-    chosen = "torch (reference)" if row["kernel"] == "torch" else row["kernel"] or "NONE"
-    return f"{row['op']:<22}{chosen:<19}{'; '.join(reasons)}".rstrip()
+def _lines(rows: list[dict[str, Any]], target: Target) -> list[str]:
+    """``op  kernel  reasons`` in columns; kernels of other devices are not worth a word."""
+    table = []
+    for row in rows:
+        reasons = [
+            f"{kernel}: {reason}"
+            for kernel, reason in row["refused"].items()
+            if not reason.startswith("built for") or reason.startswith("built for sm")
+        ]
+        if row["kernel"] is None and not reasons:
+            reasons = [MISSING.get(row["op"], "no kernel") if target.device == "npu" else "no kernel"]
+        chosen = "torch (reference)" if row["kernel"] == "torch" else row["kernel"] or "NONE"
+        table.append((row["op"], chosen, "; ".join(reasons)))
+    first, second = (max(len(cells[i]) for cells in table) + 2 for i in (0, 1))
+    return [f"{op:<{first}}{kernel:<{second}}{why}".rstrip() for op, kernel, why in table]

@@ -222,6 +222,28 @@ def test_every_op_has_a_case_and_a_public_function() -> None:
     assert sorted(CASES) == sorted(set(ops.__all__) - helpers) == sorted(registered())
 
 
+SCRATCHES = [name for name in ops.__all__ if name.endswith("_scratch")]
+
+
+@pytest.mark.parametrize("name", SCRATCHES)
+def test_sizes_of_a_scratch(name: str) -> None:
+    """No rows need no or a fixed number of bytes; a size that cannot be is refused by its name."""
+    function = getattr(ops, name)
+    sizes = [p for p in inspect.signature(function).parameters.values() if "int" in str(p.annotation)]
+    given = dict.fromkeys([p.name for p in sizes], 256)
+    assert isinstance(function(**given), int) and function(**given) >= function(**{**given, sizes[0].name: 0})
+    for p in sizes:
+        for wrong in (-1, 2.5, "3", True):
+            with pytest.raises(
+                ValueError, match=rf"{name}: expected {p.name}: an integer of [01] or more, got"
+            ):
+                function(**{**given, p.name: wrong})
+    widths = {"num_heads", "head_dim", "hidden", "inter", "top_k", "out_features", "in_features", "groups"}
+    for label in widths & set(given):
+        with pytest.raises(ValueError, match=rf"{label}: an integer of 1 or more, got 0"):
+            function(**{**given, label: 0})
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_runs_and_repeats(name: str) -> None:
     """The same bits again, inputs untouched except those that the op writes by contract."""

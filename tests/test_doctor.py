@@ -1,11 +1,12 @@
 """The doctor says for any target what would run and why, on a machine without an accelerator too."""
 
 import json
+import re
 
 import pytest
 import torch
 
-from dsv41 import V41FlashConfig, doctor
+from dsv41 import V41FlashConfig, doctor, support
 from dsv41.__main__ import main
 from dsv41._op import Target, ops
 
@@ -31,7 +32,29 @@ def test_made_up_targets(target: str, capsys: pytest.CaptureFixture[str]) -> Non
     if target == "cuda:75":
         bare = [row for row in rows if row["kernel"] is None]
         assert bare and all("built for" in reason for row in bare for reason in row["refused"].values())
+    if target == "cuda:100":  # the libraries of SM100 count as installed as well
+        assert chosen["index_topk"] == "deepgemm_cuda" and None not in chosen.values()
+    if target == "npu":
+        bare = {row["op"] for row in rows if row["kernel"] is None}
+        assert bare == set(support.MISSING)
     assert "torch" not in chosen.values() or target == "cpu"  # an accelerator never falls to the reference
+
+
+@pytest.mark.parametrize("target", ["cuda:100", "npu"])
+def test_columns_stand_apart_and_every_blank_has_its_reason(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--target", target]) == 0
+    lines = capsys.readouterr().out.split(f"asked for: {target}\n\n")[1].splitlines()[: len(ops())]
+    assert [line.split()[0] for line in lines] == sorted(ops())
+    starts = {re.match(r"\S+ +", line).end() for line in lines}  # pyright: ignore[reportOptionalMemberAccess]
+    assert len(starts) == 1, "the second column"
+    for line in lines:
+        assert line[: next(iter(starts))].endswith("  ")
+        kernel, _, reason = line[next(iter(starts)) :].partition("  ")
+        assert " " not in kernel and (kernel != "NONE" or reason.strip())
+    if target == "npu":
+        assert "no exchange for Ascend" in next(line for line in lines if line.startswith("exchange_pack"))
 
 
 def test_the_calls_of_a_model() -> None:

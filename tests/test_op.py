@@ -207,6 +207,20 @@ def test_target() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((None,), "Target: expected device: a torch device type as text, got None"),
+        ((torch.device("cpu"),), "Target: expected device: a torch device type as text, got device.*"),
+        (("cuda", "90"), "Target: expected arch: an integer such as 90 for SM90, or None, got '90'"),
+        (("cuda", 9.0), "Target: expected arch: an integer such as 90 for SM90, or None, got 9.0"),
+        (("cuda", 90, "triton"), "Target: expected packages: a set of names, or None, got triton"),
+    ],
+)
+def test_target_refusals(given: Any, message: str) -> None:
+    assert_refused(lambda: Target(*given), message)
+
+
 # Building.
 
 

@@ -57,7 +57,7 @@ def plan_prompt(
     """
     _check_request(request, num_requests)
     size = max(1, length - start) if chunk is None else chunk
-    check_int("chunk", size, 1)
+    check_int("plan_prompt.chunk", size, 1)
     for first in range(start, length, size):
         end = min(first + size, length)
         spans = [RequestSpan(0, 0)] * num_requests
@@ -67,10 +67,10 @@ def plan_prompt(
 
 def _check_request(request: object, num_requests: int) -> None:
     # A negative one would count from the end in one place and name no rows in the next.
-    check_int("request", request, 0)
+    check_int("prefill.request", request, 0)
     check(
         isinstance(request, int) and request < num_requests,
-        f"request must be below the {num_requests} of the batch, got {request}; pass its number",
+        f"prefill: expected request: below the {num_requests} of the batch, got {request}; pass its number",
     )
 
 
@@ -111,17 +111,17 @@ def prefill(
         ValueError: tokens of another shape or type, and what `model` refuses.
     """
     check_tensor("prefill", "tokens", tokens, (None,), torch.int32, torch.int64)
-    check_kind("config", config, ReplayConfig)
+    check_kind("prefill.config", config, ReplayConfig)
     _check_request(request, state.num_requests)
     if chunk is not None:
-        check_int("chunk", chunk, 1)
-    check_int("hit_end", hit_end, 0)
+        check_int("prefill.chunk", chunk, 1)
+    check_int("prefill.hit_end", hit_end, 0)
     length = tokens.shape[0]
-    check(length > 0, "prefill: tokens must be at least 1, got 0; pass the prompt")
+    check(length > 0, "prefill: expected tokens: at least 1, got 0; pass the prompt")
     held = int(state.lens[request])
     check(
         held == 0,
-        f"prefill: request {request} must hold 0 tokens, got {held}; reset it, or plan the turn with "
+        f"prefill: expected request {request} to hold 0 tokens, got {held}; reset it, or plan the turn with "
         "RequestSpan(decoder_live_start=...)",
     )
     geometry = geometry or ReplayGeometry.from_config(model.cfg)

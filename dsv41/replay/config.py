@@ -25,8 +25,8 @@ _DEAD = ("empty", "windowed")
 
 
 class ReplayConfigError(ValueError):
-    """A replay setting, request or plan that cannot give the promised result. The text says the minimum, the
-    value given and what to do."""
+    """A replay setting, request or plan that cannot give the promised result. The text says who refuses,
+    the minimum, the value given and what to do: ``<name>: expected ..., got ...; ...``."""
 
 
 def check(ok: bool, message: str) -> None:
@@ -35,22 +35,35 @@ def check(ok: bool, message: str) -> None:
         raise ReplayConfigError(message)
 
 
+def _expected(name: str) -> str:
+    who, _, argument = name.rpartition(".")
+    return f"{who}: expected {argument}"
+
+
 def check_int(name: str, value: object, minimum: int) -> None:
-    """Refuse anything but an int of at least `minimum`; a bool is not an int here."""
+    """Refuse anything but an int of at least `minimum`; a bool is not an int here.
+
+    Args:
+        name: ``<who>.<argument>``.
+        value: what was given.
+        minimum: least value.
+    """
     check(
         isinstance(value, int) and not isinstance(value, bool) and value >= minimum,
-        f"{name} must be an int of at least {minimum}, got {value!r}; pass a whole number",
+        f"{_expected(name)}: an int of at least {minimum}, got {value!r}; pass a whole number",
     )
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
     """Refuse an object of another class, before one of its missing attributes is asked for."""
-    check(isinstance(value, kind), f"{name} must be a {kind.__name__}, got {type(value).__name__}; pass one")
+    got = type(value).__name__
+    check(isinstance(value, kind), f"{_expected(name)}: a {kind.__name__}, got {got}; pass one")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Refuse a word that is not one of `choices`."""
-    check(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}; choose one of them")
+    words = ", ".join(choices)
+    check(value in choices, f"{_expected(name)}: one of {words}, got {value!r}; choose one of them")
 
 
 class ReplayMode(Enum):
@@ -157,9 +170,9 @@ class ReplayGeometry:
             equal mode off; one row fewer and at least one of them does not (unless the prompt is no longer
             than `keep`).
         """
-        check_choice("first_layer_kv", first_layer_kv, _FIRST_LAYER_KV)
+        check_choice("exact_keep.first_layer_kv", first_layer_kv, _FIRST_LAYER_KV)
         rows = self.cached_rows if cached_rows is None else cached_rows
-        check_int("cached_rows", rows, 1)
+        check_int("exact_keep.cached_rows", rows, 1)
         depth = self.num_decoder_layers - 1 - (first_layer_kv == "all_rows")
         reach = self.window - 1
         return max(rows + max(depth, 0) * reach, self.window + depth * reach)
@@ -172,8 +185,8 @@ class ReplayGeometry:
         The output of decoder layer m (counted from 0) at that row equals mode off iff the result is at least
         m + 1.
         """
-        check_choice("first_layer_kv", first_layer_kv, _FIRST_LAYER_KV)
-        check_int("offset", offset, 0)
+        check_choice("exact_layers.first_layer_kv", first_layer_kv, _FIRST_LAYER_KV)
+        check_int("exact_layers.offset", offset, 0)
         return min(self.num_decoder_layers, offset // (self.window - 1) + (first_layer_kv == "all_rows"))
 
 
@@ -181,7 +194,7 @@ def exact_keep(
     geom: ReplayGeometry, first_layer_kv: FirstLayerKV = "segment", cached_rows: int | None = None
 ) -> int:
     """`geom.exact_keep(...)` as a function; see there."""
-    check_kind("geometry", geom, ReplayGeometry)
+    check_kind("exact_keep.geom", geom, ReplayGeometry)
     return geom.exact_keep(first_layer_kv, cached_rows)
 
 
@@ -216,21 +229,22 @@ class ReplayConfig:
 
     def __post_init__(self, geometry: ReplayGeometry | None) -> None:
         if not isinstance(self.mode, ReplayMode):
-            check_choice("mode", self.mode, tuple(m.value for m in ReplayMode))
+            check_choice("ReplayConfig.mode", self.mode, tuple(m.value for m in ReplayMode))
             object.__setattr__(self, "mode", ReplayMode(self.mode))
-        check_int("keep", self.keep, 1)
-        check_choice("policy", self.policy, _POLICIES)
-        check_choice("first_layer_kv", self.first_layer_kv, _FIRST_LAYER_KV)
-        check_choice("dead", self.dead, _DEAD)
+        check_int("ReplayConfig.keep", self.keep, 1)
+        check_choice("ReplayConfig.policy", self.policy, _POLICIES)
+        check_choice("ReplayConfig.first_layer_kv", self.first_layer_kv, _FIRST_LAYER_KV)
+        check_choice("ReplayConfig.dead", self.dead, _DEAD)
         self.check_keep(geometry if geometry is not None else ReplayGeometry())
 
     def check_keep(self, geom: ReplayGeometry) -> None:
         """Refuse a `keep` that cannot hold the window plus a speculative backtrack (mode off: any)."""
-        check_kind("geometry", geom, ReplayGeometry)
+        check_kind("ReplayConfig.geometry", geom, ReplayGeometry)
         if self.mode is ReplayMode.OFF or self.keep >= geom.min_keep:
             return
         raise ReplayConfigError(
-            f"keep must be at least {geom.min_keep} = window {geom.window} + {geom.draft_tokens} drafts + 1, "
+            f"ReplayConfig: expected keep: at least {geom.min_keep} = window {geom.window} + "
+            f"{geom.draft_tokens} drafts + 1, "
             f"got {self.keep}; {geom.recommended_keep} is recommended",
         )
 
@@ -266,7 +280,8 @@ class ReplayConfig:
         if runtime is not None:
             check(
                 hasattr(runtime, "check"),
-                f"runtime must be a ReplayRuntime or None, got {type(runtime).__name__}; pass one",
+                f"validate: expected runtime: a ReplayRuntime or None, got {type(runtime).__name__}; pass "
+                "one",
             )
             notes += runtime.check(self, geom)
         return notes
@@ -303,7 +318,7 @@ class ReplayConfig:
             )
             if on
         ]
-        check_int("hit_end", hit_end, 0)
+        check_int("admit.hit_end", hit_end, 0)
         if not wanted:
             return
         names = " and ".join(wanted)
@@ -315,11 +330,12 @@ class ReplayConfig:
         setting = self.mode.value if self.mode is ReplayMode.COMPACT else f"{self.mode.value}/{self.dead}"
         check(
             true_rows,
-            f"{names} need every prompt row with its true window, got mode {setting}; plan this request with "
-            f"keep_all=True, or use mode mask with dead=windowed, or mode off",
+            f"admit: expected every prompt row with its true window for {names}, got mode {setting}; plan "
+            "this "
+            f"request with keep_all=True, or use mode mask with dead=windowed, or mode off",
         )
         check(
             hit_end == 0,
-            f"{names} need every prompt row to run, got a cached prefix of {hit_end} tokens; ignore the "
-            f"cache for this request",
+            f"admit: expected every prompt row to run for {names}, got a cached prefix of {hit_end} tokens; "
+            f"ignore the cache for this request",
         )

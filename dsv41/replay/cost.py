@@ -66,8 +66,8 @@ def flops(prompt_len: int, keep: int, config: V41FlashConfig) -> Cost:
     Returns:
         `Cost`, in FLOPs.
     """
-    check_int("prompt_len", prompt_len, 1)
-    check_int("keep", keep, 1)
+    check_int("flops.prompt_len", prompt_len, 1)
+    check_int("flops.keep", keep, 1)
     start = max(prompt_len - keep, 0)
     kept = float(_decoder(config, start, prompt_len, start))
     return Cost(

@@ -56,16 +56,16 @@ def plan_encoder_hit(
     Raises:
         ReplayConfigError: H negative, beyond L or misaligned; `keep` too small.
     """
-    check_kind("geometry", geom, ReplayGeometry)
-    check_int("hit_end", hit_end, 0)
-    check_int("target_end", target_end, hit_end)
-    check_int("keep", keep, geom.min_keep)
+    check_kind("plan_encoder_hit.geom", geom, ReplayGeometry)
+    check_int("plan_encoder_hit.hit_end", hit_end, 0)
+    check_int("plan_encoder_hit.target_end", target_end, hit_end)
+    check_int("plan_encoder_hit.keep", keep, geom.min_keep)
     if align is not None:
-        check_int("align", align, 1)
+        check_int("plan_encoder_hit.align", align, 1)
     step = lcm(geom.align, align or 1)
     check(
         hit_end % geom.align == 0,
-        f"hit_end must be a multiple of {geom.align}, got {hit_end}; shorten the hit to "
+        f"plan_encoder_hit: expected hit_end: a multiple of {geom.align}, got {hit_end}; shorten the hit to "
         f"{hit_end - hit_end % geom.align}: a compressed pair must not straddle it",
     )
     wanted = min(hit_end, max(geom.window, keep - (target_end - hit_end)))

@@ -213,8 +213,8 @@ class ReplayPlan:
             (row, slot), each int64: an index into the M kept rows for "kept", into the N packed rows for
             the others; and position modulo `capacity`.
         """
-        check_int("capacity", capacity, self.geometry.cached_rows)
-        check_choice("which", which, ("kept", "first_layer", "all"))
+        check_int("ring_writes.capacity", capacity, self.geometry.cached_rows)
+        check_choice("ring_writes.which", which, ("kept", "first_layer", "all"))
         if which == "kept":
             row, request, positions = np.arange(self.num_rows), self._request, self.positions
         else:
@@ -239,19 +239,20 @@ class ReplayPlan:
         groups = list(write_groups)
         check(
             len(slot_mapping.shape) == 2 and tuple(slot_mapping.shape) == (len(groups), self.num_input_rows),
-            f"slot_mapping must be [{len(groups)}, {self.num_input_rows}], got {list(slot_mapping.shape)}; "
-            f"pass one slot a packed row in each of the groups of write_groups",
+            f"select_slots: expected slot_mapping: [{len(groups)}, {self.num_input_rows}], got "
+            f"{list(slot_mapping.shape)}; pass one slot a packed row in each of the groups of write_groups",
         )
         # The type must hold PAD: unsigned, it would be the largest slot.
         kind = str(slot_mapping.dtype).removeprefix("torch.")
         check(
             kind.startswith("int"),
-            f"slot_mapping must be signed integers, got {kind}; PAD is {PAD}: pass int32 or int64",
+            f"select_slots: expected slot_mapping: signed integers, got {kind}; PAD is {PAD}: pass int32 or "
+            "int64",
         )
         for group in groups:
             check(
                 not isinstance(group, str) and group in (0, 1),
-                f"write_groups must be booleans, got {group!r}; pass True or False a group",
+                f"select_slots: expected write_groups: booleans, got {group!r}; pass True or False a group",
             )
         shape = (len(groups), self.padded_to)
         if hasattr(slot_mapping, "new_full"):
@@ -265,7 +266,7 @@ class ReplayPlan:
 
     def pad(self, padded_to: int) -> ReplayPlan:
         """The same plan for a decoder that runs on `padded_to` rows (graph sizes, equal rank counts)."""
-        check_int("padded_to", padded_to, self.num_rows)
+        check_int("pad.padded_to", padded_to, self.num_rows)
         return replace(self, padded_to=padded_to)
 
     def gather(self, *tensors: Any, rows: Any | None = None) -> tuple[Any, ...]:
@@ -307,8 +308,8 @@ class ReplayPlan:
         """
         check(
             len(getattr(values, "shape", ())) > 0 and values.shape[0] == self.padded_to,
-            f"values must have {self.padded_to} rows, got {_shape(values)}; pass what the decoder returned "
-            "for this plan",
+            f"scatter: expected values: {self.padded_to} rows, got {_shape(values)}; pass what the decoder "
+            "returned for this plan",
         )
         if out is not None:
             self._check_rows(out)
@@ -328,8 +329,9 @@ class ReplayPlan:
     def _check_rows(self, x: Any) -> None:
         check(
             len(getattr(x, "shape", ())) > 0 and x.shape[0] == self.num_input_rows,
-            f"a row-wise tensor must have {self.num_input_rows} rows, got {_shape(x)}; pass all packed "
-            "rows of the forward",
+            f"ReplayPlan: expected a row-wise tensor of {self.num_input_rows} rows, got {_shape(x)}; pass "
+            "all "
+            "packed rows of the forward",
         )
 
     def _index(self, rows: Any | None) -> Any:
@@ -338,7 +340,8 @@ class ReplayPlan:
         # One index would broadcast a single row over all places.
         check(
             tuple(rows.shape) == (self.num_rows,),
-            f"rows must be the plan's own [{self.num_rows}], got {list(rows.shape)}; pass DevicePlan.rows",
+            f"ReplayPlan: expected rows: the plan's own [{self.num_rows}], got {list(rows.shape)}; pass "
+            "DevicePlan.rows",
         )
         return rows
 
@@ -379,7 +382,7 @@ def plan_decoder(
             would leave fewer than `geom.cached_rows` window rows at the end of a prompt; a hit that ends
             inside a compressed pair; more rows than int32 counts.
     """
-    check_kind("cfg", cfg, ReplayConfig)
+    check_kind("plan_decoder.cfg", cfg, ReplayConfig)
     cfg.check_keep(geom)
     batch = spans if isinstance(spans, SpanBatch) else SpanBatch.from_spans(spans)
     q_len, end, target, f, live, hit, decode, keep_all = batch.table
@@ -423,7 +426,8 @@ def plan_decoder(
     m, n = cu[:, -1].tolist()
     check(
         n <= _MAX_ROWS,
-        f"a forward must have at most {_MAX_ROWS} rows, got {n}: row counts are int32; split the batch",
+        f"plan_decoder: expected at most {_MAX_ROWS} rows a forward, got {n}; row counts are int32: split "
+        f"the batch",
     )
     whole = m == n
     rows = np.arange(m)
@@ -464,8 +468,9 @@ def _check_floors(geom: ReplayGeometry, target: np.ndarray, floor: np.ndarray) -
     if np.count_nonzero(short):
         r = int(np.flatnonzero(short)[0])
         raise ReplayConfigError(
-            f"request {r}: at least {geom.cached_rows} window rows must exist below target_end {target[r]}, "
-            f"got {target[r] - floor[r]} (swa_start or decoder_live_start {floor[r]}); replay the prefix "
+            f"plan_decoder, request {r}: expected at least {geom.cached_rows} window rows below target_end "
+            f"{target[r]}, got {target[r] - floor[r]} (swa_start or decoder_live_start {floor[r]}); replay "
+            "the prefix "
             "with plan_encoder_hit"
         )
 
@@ -476,6 +481,6 @@ def _check_hits(geom: ReplayGeometry, hit: np.ndarray) -> None:
     if len(split):
         r = int(split[0])
         raise ReplayConfigError(
-            f"request {r}: hit_end must be a multiple of {geom.align}, got {hit[r]}; shorten the hit to "
-            f"{hit[r] - hit[r] % geom.align}"
+            f"plan_decoder, request {r}: expected hit_end: a multiple of {geom.align}, got {hit[r]}; shorten "
+            f"the hit to {hit[r] - hit[r] % geom.align}"
         )

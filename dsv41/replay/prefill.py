@@ -60,8 +60,9 @@ def run_prefill(plan: ReplayPlan, hooks: ReplayHooks, rows: Any | None = None) -
     for part in parts:
         check(
             part.shape[0] == plan.padded_to,
-            f"decode_rows must return {plan.padded_to} rows, got {part.shape[0]}; return one row for each "
-            "row it was given",
+            f"run_prefill: expected {plan.padded_to} rows of decode_rows, got {part.shape[0]}; return one "
+            "row "
+            "for each row it was given",
         )
     cut = tuple(part[: plan.num_rows] for part in parts)
     return cut if isinstance(out, tuple) else cut[0]

@@ -35,11 +35,14 @@ def scatter_rows(
     values: Any, rows: Any, num_rows: int, out: Any | None, fill: Literal["nan", "zero"] | None
 ) -> Any:
     """values [>= M, ...] -> [num_rows, ...] with out[rows] = values[:M]; see `ReplayPlan.scatter`."""
-    check(fill in ("nan", "zero", None), f"fill must be nan, zero or None, got {fill!r}; choose one of them")
+    check(
+        fill in ("nan", "zero", None),
+        f"scatter: expected fill: nan, zero or None, got {fill!r}; choose one of them",
+    )
     check(
         out is not None or fill is not None,
-        "fill must be nan or zero when out is not given, got None: dropped rows would hold old memory; pass "
-        "one of them",
+        "scatter: expected fill: nan or zero when out is not given, got None; dropped rows would hold old "
+        "memory: pass one of them",
     )
     if out is None:
         # A type without NaN is refused below, before anything is written.
@@ -48,14 +51,16 @@ def scatter_rows(
     wanted, given = (num_rows, *values.shape[1:]), tuple(out.shape)
     check(
         given == wanted and out.dtype == values.dtype,
-        f"out must be {list(wanted)} {values.dtype} like values, got {list(given)} {out.dtype}; pass such a "
-        "buffer",
+        f"scatter: expected out: {list(wanted)} {values.dtype} like values, got {list(given)} {out.dtype}; "
+        "pass such a buffer",
     )
     if fill == "zero":
         out[:] = 0
     elif fill == "nan":
         if not _is_floating(out):
-            raise ReplayConfigError(f"fill=nan needs a floating type, got {out.dtype}; use fill=zero")
+            raise ReplayConfigError(
+                f"scatter: expected a floating type for fill=nan, got {out.dtype}; use fill=zero"
+            )
         out[:] = float("nan")
     out[rows] = values[: rows.shape[0]]
     return out

@@ -68,13 +68,13 @@ class ReplayRuntime:
     can_pad_compressed: bool = True
 
     def __post_init__(self) -> None:
-        check_choice("window_storage", self.window_storage, ("paged", "ring"))
+        check_choice("ReplayRuntime.window_storage", self.window_storage, ("paged", "ring"))
         for name in ("micro_batches", "context_parallel", "block_size"):
-            check_int(name, getattr(self, name), 1)
-        check_int("draft_target_rows", self.draft_target_rows, 0)
+            check_int(f"ReplayRuntime.{name}", getattr(self, name), 1)
+        check_int("ReplayRuntime.draft_target_rows", self.draft_target_rows, 0)
         for name in ("max_model_len", "ring_capacity", "max_batched_tokens", "encoder_replay_rows"):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 1)
+                check_int(f"ReplayRuntime.{name}", getattr(self, name), 1)
 
     @staticmethod
     def from_config(config: V41FlashConfig, **engine: Any) -> ReplayRuntime:
@@ -113,43 +113,48 @@ def _check_model(geom: ReplayGeometry, runtime: ReplayRuntime) -> None:
     sources, ratios = tuple(runtime.kv_source_layers), tuple(runtime.compress_ratios)
     check(
         len(sources) > 0,
-        "the model needs at least 1 compressed-KV source layer, got none; use mode off for this model",
+        "ReplayRuntime: expected at least 1 compressed-KV source layer, got none; use mode off for this "
+        "model",
     )
     check(
         max(sources) == first,
-        f"the last compressed-KV source must be the first decoder layer {first}, got {max(sources)}; a later "
-        "source would miss the dropped rows, an earlier one means the cut is misplaced: set "
+        f"ReplayRuntime: expected the last compressed-KV source to be the first decoder layer {first}, got "
+        f"{max(sources)}; a later source would miss the dropped rows, an earlier one means the cut is "
+        "misplaced: set "
         f"first_decoder_layer to {max(sources)}",
     )
     # Written as a start, not a length: models list the ratios of draft layers behind the backbone's.
     end = first + geom.num_decoder_layers
     check(
         len(ratios) >= end,
-        f"compress_ratios must cover {end} layers, got {len(ratios)}: there must be at least 1 layer after "
+        f"ReplayRuntime: expected compress_ratios of {end} layers, got {len(ratios)}: there must be at "
+        "least 1 layer after "
         f"the cut; check num_decoder_layers",
     )
     check(
         ratios[first] > 0,
-        f"the first decoder layer {first} must read the compressed cache it writes, got ratio {ratios[first]}"
-        f"; use mode off for this model",
+        f"ReplayRuntime: expected the first decoder layer {first} to read the compressed cache it writes, "
+        "got "
+        f"ratio {ratios[first]}; use mode off for this model",
     )
     odd = [layer for layer in range(first, end) if ratios[layer] != ratios[first]]
     check(
         not odd,
-        f"all decoder layers must read the compressed cache of layer {first} at its ratio {ratios[first]}, "
-        f"got ratio {ratios[odd[0]] if odd else 0} at layer {odd[0] if odd else 0}; use mode off for this "
+        f"ReplayRuntime: expected all decoder layers to read the compressed cache of layer {first} at its "
+        f"ratio {ratios[first]}, got ratio {ratios[odd[0]] if odd else 0} at layer {odd[0] if odd else 0}; "
+        "use mode off for this "
         "model",
     )
     late = [layer for layer in runtime.engram_layers if layer >= first]
     check(
         not late,
-        f"Engram layers must be below the first decoder layer {first}, got {late}; dropped rows would skip "
-        f"their lookup: use mode off for this model",
+        f"ReplayRuntime: expected Engram layers below the first decoder layer {first}, got {late}; dropped "
+        f"rows would skip their lookup: use mode off for this model",
     )
     check(
         runtime.encoder_window in (None, geom.window),
-        f"encoder and decoder windows must be equal, got {runtime.encoder_window} and {geom.window}; use "
-        f"mode off for this model",
+        f"ReplayRuntime: expected equal encoder and decoder windows, got {runtime.encoder_window} and "
+        f"{geom.window}; use mode off for this model",
     )
 
 
@@ -157,18 +162,18 @@ def _check_drafter(cfg: ReplayConfig, runtime: ReplayRuntime) -> None:
     windows = tuple(runtime.draft_windows)
     check(
         None not in windows,
-        f"every drafter layer must be sliding-window, got a full one at draft layer "
+        f"ReplayRuntime: expected sliding windows in every drafter layer, got a full one at draft layer "
         f"{windows.index(None) if None in windows else 0}; turn the drafter or replay off",
     )
     widest = max((w for w in windows if w is not None), default=0)
     check(
         widest <= cfg.keep,
-        f"keep must be at least the widest draft window {widest}, got {cfg.keep}; raise keep",
+        f"ReplayConfig: expected keep: at least the widest draft window {widest}, got {cfg.keep}; raise keep",
     )
     check(
         runtime.draft_target_rows <= cfg.keep,
-        f"keep must be at least the {runtime.draft_target_rows} target rows that the drafter reads, got "
-        f"{cfg.keep}; raise keep",
+        f"ReplayConfig: expected keep: at least the {runtime.draft_target_rows} target rows that the drafter "
+        f"reads, got {cfg.keep}; raise keep",
     )
 
 
@@ -177,8 +182,9 @@ def _check_parallel(geom: ReplayGeometry, runtime: ReplayRuntime) -> None:
     inside = [start for start in runtime.pipeline_starts if first < start < end]
     check(
         not inside,
-        f"no pipeline stage may start inside the decoder layers {first + 1}..{end - 1}, got {inside}; cut at "
-        f"layer {first} or below",
+        "ReplayRuntime: expected no pipeline stage to start inside the decoder layers "
+        f"{first + 1}..{end - 1}, "
+        f"got {inside}; cut at layer {first} or below",
     )
     for name, on in (
         ("sequence parallelism", runtime.sequence_parallel),
@@ -186,13 +192,14 @@ def _check_parallel(geom: ReplayGeometry, runtime: ReplayRuntime) -> None:
     ):
         check(
             not on or runtime.rows_agreed,
-            f"{name} needs ranks that re-agree on row counts after the cut, got rows_agreed=False; add the "
-            f"exchange or use mode off",
+            f"ReplayRuntime: expected ranks that re-agree on row counts after the cut under {name}, got "
+            f"rows_agreed=False; add the exchange or use mode off",
         )
     check(
         runtime.context_parallel == 1 or geom.window >= 2 * runtime.context_parallel,
-        f"window must be at least 2 x context_parallel = {2 * runtime.context_parallel}, got {geom.window}; "
-        f"use at most {geom.window // 2} context-parallel ranks",
+        f"ReplayRuntime: expected window: at least 2 x context_parallel = {2 * runtime.context_parallel}, "
+        "got "
+        f"{geom.window}; use at most {geom.window // 2} context-parallel ranks",
     )
 
 
@@ -200,14 +207,15 @@ def _check_graphs(cfg: ReplayConfig, runtime: ReplayRuntime) -> None:
     threshold = runtime.graph_trim_threshold
     check(
         threshold is None or threshold > cfg.keep,
-        f"graph_trim_threshold must be at least {cfg.keep + 1} = keep + 1, got {threshold}; a smaller batch "
-        f"has nothing to trim: raise it",
+        f"ReplayRuntime: expected graph_trim_threshold: at least {cfg.keep + 1} = keep + 1, got {threshold}; "
+        f"a smaller batch has nothing to trim: raise it",
     )
     most = runtime.max_batched_tokens
     largest = max(runtime.capture_sizes, default=0)
     check(
         most is None or largest <= most,
-        f"capture sizes must be at most max_batched_tokens {most}, got {largest}; drop the larger ones",
+        f"ReplayRuntime: expected capture_sizes: at most max_batched_tokens {most}, got {largest}; drop the "
+        f"larger ones",
     )
 
 
@@ -223,8 +231,8 @@ def _check_ring(cfg: ReplayConfig, geom: ReplayGeometry, runtime: ReplayRuntime)
         )
     check(
         capacity is not None and capacity >= least,
-        f"ring_capacity must be at least {least} = {why}, got {capacity}; enlarge the ring or page the "
-        "windows",
+        f"ReplayRuntime: expected ring_capacity: at least {least} = {why}, got {capacity}; enlarge the ring "
+        "or page the windows",
     )
 
 
@@ -232,21 +240,21 @@ def _check_encoder_side(geom: ReplayGeometry, runtime: ReplayRuntime) -> None:
     rows = runtime.encoder_replay_rows
     check(
         rows is None or rows >= geom.window,
-        f"encoder_replay_rows must be at least the window {geom.window}, got {rows}; raise it or leave it "
-        "None",
+        f"ReplayRuntime: expected encoder_replay_rows: at least the window {geom.window}, got {rows}; raise "
+        "it or leave it None",
     )
     check(
         runtime.block_size % geom.align == 0,
-        f"block_size must be a multiple of {geom.align}, got {runtime.block_size}; a hit must not split a "
-        "compressed pair",
+        f"ReplayRuntime: expected block_size: a multiple of {geom.align}, got {runtime.block_size}; a hit "
+        "must not split a compressed pair",
     )
     check(
         not runtime.windows_prefix_cached,
-        "window caches must not be prefix-cacheable with encoder replay, got windows_prefix_cached=True; "
-        "unregister them: their content depends on where a replay began",
+        "ReplayRuntime: expected window caches that are not prefix-cacheable with encoder replay, got "
+        "windows_prefix_cached=True; unregister them: their content depends on where a replay began",
     )
     check(
         runtime.can_pad_compressed,
-        "the runner must be able to leave out compressed writes of replayed rows, got "
+        "ReplayRuntime: expected a runner that can leave out compressed writes of replayed rows, got "
         "can_pad_compressed=False; turn encoder replay off",
     )

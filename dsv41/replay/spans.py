@@ -86,7 +86,7 @@ class RequestSpan:
             flags = (_flag("is_decode", self.is_decode), _flag("keep_all", self.keep_all))
         row = numbers + flags
         if _contradicts(row):
-            _explain("RequestSpan: ", row)
+            _explain("RequestSpan", row)
         # Packed once here, so that the planner reads a batch with one join and no Python integer.
         object.__setattr__(self, "_packed", _pack(*row))
 
@@ -96,14 +96,14 @@ def _index(name: str, value: Any) -> int:
         with suppress(TypeError):
             return index(value)
     raise ReplayConfigError(
-        f"RequestSpan.{name} must be an integer, got {value!r}; pass a token count or position"
+        f"RequestSpan: expected {name}: an integer, got {value!r}; pass a token count or position"
     )
 
 
 def _flag(name: str, value: Any) -> bool:
     # 0 and 1 too: they are what a column of flags gives back.
     good = isinstance(value, (bool, np.bool_)) or (isinstance(value, (int, np.integer)) and value in (0, 1))
-    check(good, f"RequestSpan.{name} must be a boolean, got {value!r}; pass True or False")
+    check(good, f"RequestSpan: expected {name}: a boolean, got {value!r}; pass True or False")
     return bool(value)
 
 
@@ -117,38 +117,34 @@ def _contradicts(columns: Any) -> Any:
     return bad | (live != UNKNOWN) & ((live < f) | (live > start))
 
 
-def _explain(at: str, columns: Sequence[int]) -> None:
+def _explain(who: str, columns: Sequence[int]) -> None:
     """Raise the sentence for a span that `_contradicts` found impossible."""
+    at = f"{who}: expected "
     q_len, end, target, f, live, hit, decode, _ = columns
     start = end - q_len
-    check(q_len >= 0, f"{at}q_len must be at least 0, got {q_len}; count the request's rows in this forward")
-    check(
-        start >= 0, f"{at}end must be at least q_len {q_len}, got {end}; pass the position after the last row"
-    )
-    check(end <= _MAX_POSITION, f"{at}end must be at most {_MAX_POSITION}, got {end}; split the sequence")
+    check(q_len >= 0, f"{at}q_len: at least 0, got {q_len}; count the request's rows in this forward")
+    check(start >= 0, f"{at}end: at least q_len {q_len}, got {end}; pass the position after the last row")
+    check(end <= _MAX_POSITION, f"{at}end: at most {_MAX_POSITION}, got {end}; split the sequence")
     check(
         0 <= f <= start,
-        f"{at}swa_start must lie in 0..{start} (the first row of the step), got {f}; pass the first position "
+        f"{at}swa_start: in 0..{start} (the first row of the step), got {f}; pass the first position "
         "with encoder window KV",
     )
     check(
         target >= end,
-        f"{at}target_end must be at least end {end}, got {target}; pass the number of tokens known at "
-        "admission",
+        f"{at}target_end: at least end {end}, got {target}; pass the number of tokens known at admission",
     )
     if target != UNKNOWN:
-        check(not decode, f"{at}target_end must be None for a decode span, got {target}; leave it out")
-        check(
-            target <= _MAX_POSITION, f"{at}target_end must be at most {_MAX_POSITION}, got {target}; split it"
-        )
+        check(not decode, f"{at}target_end: None for a decode span, got {target}; leave it out")
+        check(target <= _MAX_POSITION, f"{at}target_end: at most {_MAX_POSITION}, got {target}; split it")
     highest = min(target, _MAX_POSITION)
     check(
         hit == 0 or f <= hit <= highest,
-        f"{at}hit_end must lie in {f}..{highest} (swa_start to target_end) or be 0, got {hit}; pass the end "
+        f"{at}hit_end: in {f}..{highest} (swa_start to target_end), or 0, got {hit}; pass the end "
         "of the cached prefix",
     )
     raise ReplayConfigError(
-        f"{at}decoder_live_start must lie in {f}..{start}, got {live}; pass the first position of the "
+        f"{at}decoder_live_start: in {f}..{start}, got {live}; pass the first position of the "
         "decoder window KV that ends at the step's first row, or None"
     )
 
@@ -158,7 +154,8 @@ def _column(name: str, column: Any) -> np.ndarray:
         return np.asarray(column)
     except (ValueError, TypeError) as mistake:
         raise ReplayConfigError(
-            f"SpanBatch.{name} must be a column of integers, got {type(column).__name__} of another shape; "
+            f"SpanBatch: expected {name}: a column of integers, got {type(column).__name__} of another "
+            "shape; "
             "pass one value a request"
         ) from mistake
 
@@ -181,8 +178,9 @@ class SpanBatch:
             flat = np.frombuffer(b"".join(map(_packed, spans)), np.int64)
         except (AttributeError, TypeError) as mistake:
             raise ReplayConfigError(
-                f"spans must be RequestSpans or a SpanBatch, got {type(spans).__name__} ({mistake}); pass a "
-                "list"
+                f"SpanBatch: expected spans: RequestSpans or a SpanBatch, got {type(spans).__name__} "
+                f"({mistake}); "
+                "pass a list"
             ) from mistake
         return SpanBatch(flat.reshape(-1, len(_COLUMNS)).T.copy())
 
@@ -217,7 +215,8 @@ class SpanBatch:
             kinds = "iub" if name in ("is_decode", "keep_all") else "iu"
             check(
                 values.shape == row.shape and (values.dtype.kind in kinds or values.size == 0),
-                f"SpanBatch.{name} must be [{len(row)}] integers, got {list(values.shape)} {values.dtype}; "
+                f"SpanBatch: expected {name}: [{len(row)}] integers, got {list(values.shape)} "
+                f"{values.dtype}; "
                 f"pass one value a request",
             )
             row[:] = values
@@ -226,7 +225,7 @@ class SpanBatch:
         bad = _contradicts(table)
         if bad.any():
             r = int(np.flatnonzero(bad)[0])
-            _explain(f"request {r}: ", table[:, r].tolist())
+            _explain(f"SpanBatch, request {r}", table[:, r].tolist())
         return SpanBatch(table)
 
     def __len__(self) -> int:

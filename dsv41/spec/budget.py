@@ -9,6 +9,7 @@ Inside a bucket T is constant and the numerator does not fall, so the optimum fi
 bucket is exact.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,10 @@ def _gains(
     check(0 <= bonus <= rows, name, f"num_bonus from 0 to {rows}", bonus)
     if a.size == 0:
         return bonus, 0, np.array([float(bonus)])
-    if not np.isfinite(a).all():
+    invalid = int(a.size - np.count_nonzero(np.isfinite(a)))
+    if invalid:
+        message = f"{name}: {invalid} of {a.size} survivals are NaN or infinite and read as 0 from there on"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
         a = np.where(np.logical_and.accumulate(np.isfinite(a), axis=1), a, 0)
     falling = bool((a[:, 1:] <= a[:, :-1]).all() and a[:, 0].max() <= 1 and a[:, -1].min() >= 0)
     check(
@@ -124,12 +128,13 @@ def solve_budget(
 
     Args:
         survival: [num_requests, block] running products, see `survival`; NaN or infinity reads as 0 from
-            there on.
+            there on, with a RuntimeWarning.
         cost: StepCost.
         base_tokens: target tokens without drafts: anchors and prefill chunks.
         num_bonus: requests that emit a token in this step (those not inside their prefill); None is every
             row.
-        lo: [num_requests] drafts a row gets in any case, or one for all; ``lo = hi`` pins a row. None is 0.
+        lo: [num_requests] drafts a row gets in any case, or one for all; ``lo = hi`` pins a row, and more
+            than ``hi`` is cut to it. None is 0.
         hi: [num_requests] drafts available to a row, or one for all; None is block.
         weights: [num_requests] positive worth of a row's drafts, or one for all; None is 1.
         max_tokens: cap on the step's tokens (KV slots, logits rows), or None for the table's own end.
@@ -424,7 +429,7 @@ def split_budget(
             and infinities read as 0 (`survival` and the op count them).
         budget: drafts of the step, clamped to what floors and caps allow; an integer, or a one-element tensor
             on the device.
-        lo: [num_requests] integers, or one for all; None is 0.
+        lo: [num_requests] integers, or one for all, cut to ``hi``; None is 0.
         hi: [num_requests] integers, or one for all; None is block.
         weights: [num_requests] positive, or one for all; None is 1.
         rotation: step counter, an integer or a one-element tensor.

@@ -22,25 +22,26 @@ Curve = tuple[Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]
 def _curve(
     label: str, sizes: ArrayLike, seconds: ArrayLike, *, above: int = 0, zero: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A checked table: int64 sizes, rising, and float64 seconds forced to be monotone."""
+    """A checked table: int64 sizes, rising, and float64 seconds forced to be monotone.
+
+    ``label`` is the curve's name ("draft", "tail"), empty for the table itself.
+    """
+    label, rates = f"{label} sizes".lstrip(), f"{label} seconds".lstrip()
     size = np.atleast_1d(numbers("StepCost", label, sizes))
-    second = np.atleast_1d(numbers("StepCost", label, seconds).astype(np.float64))
-    check(
-        size.ndim == 1 and size.shape == second.shape,
-        "StepCost",
-        f"{label}: as many seconds as sizes",
-        (size.shape, second.shape),
-    )
+    second = np.atleast_1d(numbers("StepCost", rates, seconds).astype(np.float64))
+    check(size.ndim == 1, "StepCost", f"{label}: [n]", list(size.shape))
     check(size.size > 0, "StepCost", f"{label}: at least one size", "an empty table")
+    check(
+        size.shape == second.shape, "StepCost", f"{rates}: as many as sizes, {size.size}", list(second.shape)
+    )
     whole = bool(np.all(np.isfinite(size)) and np.all(size == np.floor(size)))
     check(whole and size[0] > above, "StepCost", f"{label}: whole sizes above {above}", size.tolist())
     rises = bool(np.all(size[1:] > size[:-1]))
     check(rises, "StepCost", f"{label}: sizes in rising order", size.tolist())
     check(size[-1] <= _LARGEST, "StepCost", f"{label}: whole sizes of at most {_LARGEST}", size.tolist())
     good = bool(np.all(np.isfinite(second)) and np.all(second >= 0 if zero else second > 0))
-    check(
-        good, "StepCost", f"{label}: finite {'non-negative' if zero else 'positive'} seconds", second.tolist()
-    )
+    sign = "not negative" if zero else "positive"
+    check(good, "StepCost", f"{rates}: finite and {sign}", second.tolist())
     curve = size.astype(np.int64), np.maximum.accumulate(second)
     for table in curve:
         table.flags.writeable = False
@@ -81,7 +82,7 @@ class StepCost:
     def __init__(
         self, sizes: ArrayLike, seconds: ArrayLike, *, draft: Curve | None = None, tail: Curve | None = None
     ):
-        self.sizes, self.seconds = _curve("sizes", sizes, seconds)
+        self.sizes, self.seconds = _curve("", sizes, seconds)
         self.draft = None if draft is None else _curve("draft", *_pair("draft", draft), zero=True)
         self.tail = None
         self.tops, self.top_seconds = self.sizes, self.seconds

@@ -569,11 +569,16 @@ def test_refusals() -> None:
     )
     refuse(r"V41Flash: expected a replay plan of 20 rows", step(cfg, 19))
     refuse("an even prefix", lambda: state.adopt(0, text[:5]))
-    refuse("tokens must be at least 1, got 0", lambda: prefill(model, text[:0], state, setting(cfg, "off")))
-    state.lens[0] = 4
-    refuse("request 0 must hold 0 tokens, got 4", lambda: prefill(model, text, state, setting(cfg, "off")))
     refuse(
-        "chunk must be an int of at least 1",
+        "prefill: expected tokens: at least 1, got 0",
+        lambda: prefill(model, text[:0], state, setting(cfg, "off")),
+    )
+    state.lens[0] = 4
+    refuse(
+        "expected request 0 to hold 0 tokens, got 4", lambda: prefill(model, text, state, setting(cfg, "off"))
+    )
+    refuse(
+        "plan_prompt: expected chunk: an int of at least 1",
         lambda: list(plan_prompt(setting(cfg, "off"), Run(cfg, [1]).geom, 4, 0)),
     )
-    refuse("hit_end must lie in 4..9", lambda: RequestSpan(5, 9, 9, swa_start=4, hit_end=2))
+    refuse("RequestSpan: expected hit_end: in 4..9", lambda: RequestSpan(5, 9, 9, swa_start=4, hit_end=2))

@@ -1,5 +1,5 @@
-"""Every refusal: it is a ReplayConfigError, and the sentence says the minimum, the value given and what to
-do."""
+"""Every refusal: it is a ReplayConfigError, and the sentence says who refuses, the minimum, the value given
+and what to do, in the one form of the library."""
 
 import re
 from typing import Any
@@ -41,6 +41,7 @@ def refuses(call, *parts: str) -> None:
         call()
     text = str(caught.value)
     assert isinstance(caught.value, ValueError)
+    assert re.match(r"\w+(, request \d+)?: expected [^;]+, got [^;]+(; |$)", text), f"another form: {text}"
     assert "\n" not in text and not re.search(r"\.\s", text), f"one sentence: {text}"
     for part in parts:
         assert part in text, f"{part!r} missing in: {text}"
@@ -338,8 +339,8 @@ def test_prefill_refuses_before_the_state_changes():
         return lambda: prefill(model, tokens, state, config, **kwargs)
 
     for request in (-1, 1, True):
-        refuses(call(request=request), "request must be")
-        refuses(lambda r=request: next(plan_prompt(config, geom, 4, request=r)), "request must be")
+        refuses(call(request=request), "prefill: expected request")
+        refuses(lambda r=request: next(plan_prompt(config, geom, 4, request=r)), "prefill: expected request")
     refuses(call(hit_end=4, chunk=0), "chunk", "at least 1", "got 0")
     refuses(
         call(hit_end=4, geometry=ReplayGeometry.from_config(cfg, draft_tokens=40)),

@@ -231,7 +231,11 @@ def test_invalid_survivals_read_as_zero_from_there_on():
     cost = StepCost([4, 5, 6, 7, 8], [1.0, 1.1, 1.2, 1.3, 1.4])
     bad = np.array([[0.9, np.nan, 0.5], [np.inf, 0.9, 0.9], [0.8, 0.7, 0.6], [0.0, 0.0, 0.0]])
     good = np.array([[0.9, 0, 0], [0, 0, 0], [0.8, 0.7, 0.6], [0, 0, 0]])
-    assert solve_budget(bad, cost, base_tokens=4) == solve_budget(good, cost, base_tokens=4) == 4
+    with pytest.warns(RuntimeWarning, match="solve_budget: 2 of 12 survivals are NaN or infinite"):
+        assert solve_budget(bad, cost, base_tokens=4) == solve_budget(good, cost, base_tokens=4) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solve_budget(good, cost, base_tokens=4)
 
 
 def test_lossless_variant_reads_only_what_it_is_given():
@@ -287,16 +291,16 @@ def test_solve_budget_refusals(call, message):
         (([], []), "at least one size"),
         (([4, 2], [1, 2]), "rising order"),
         (([2, 2], [1, 2]), "rising order"),
-        (([1, 2], [1, -1]), "finite positive seconds"),
-        (([1, 2], [1, 0]), "finite positive seconds"),
-        (([1, 2], [1, float("nan")]), "finite positive seconds"),
-        (([1, 2], [1, float("inf")]), "finite positive seconds"),
+        (([1, 2], [1, -1]), "seconds: finite and positive"),
+        (([1, 2], [1, 0]), "seconds: finite and positive"),
+        (([1, 2], [1, float("nan")]), "seconds: finite and positive"),
+        (([1, 2], [1, float("inf")]), "seconds: finite and positive"),
         (([0, 2], [1, 2]), "whole sizes above 0"),
         (([1, 2.5], [1, 2]), "whole sizes"),
-        (([1, 2], [1]), "as many seconds as sizes"),
+        (([1, 2], [1]), "seconds: as many as sizes, 2"),
         (([1, 2**63], [1, 2]), "whole sizes"),
-        (([1, 2], ["a", "b"]), "numbers"),
-        (([1, 2], [1j, 2j]), "numbers"),
+        (([1, 2], ["a", "b"]), "seconds: numbers"),
+        (([1, 2], [1j, 2j]), "seconds: numbers"),
     ],
 )
 def test_bad_tables_are_refused(table, message):
@@ -336,9 +340,11 @@ def test_a_curve_is_two_lists(curve):
 
 
 def test_draft_and_tail_are_checked_too():
-    with pytest.raises(ValueError, match="draft: finite non-negative seconds"):
+    with pytest.raises(ValueError, match=r"StepCost: expected sizes: \[n\], got \[1, 2\]"):
+        StepCost([[1, 2]], [1, 2])
+    with pytest.raises(ValueError, match="StepCost: expected draft seconds: finite and not negative"):
         StepCost([1, 2], [1, 2], draft=([1], [-1.0]))
-    with pytest.raises(ValueError, match="tail: whole sizes above 2"):
+    with pytest.raises(ValueError, match="StepCost: expected tail sizes: whole sizes above 2"):
         StepCost([1, 2], [1, 2], tail=([2, 4], [3, 4]))
     cost = StepCost([1, 2], [1, 2], draft=([1, 4], [0.0, 0.5]))
     assert [cost.draft_seconds(n) for n in (0, 1, 2, 4)] == [0.0, 0.0, 0.5, 0.5]

@@ -260,6 +260,16 @@ def test_ragged_refusals(change, message):
     assert str(error.value).startswith("split_budget_ragged: expected ") and message in str(error.value)
 
 
+def test_floors_above_caps_are_cut_and_refused_where_values_are_checked(monkeypatch):
+    lo, hi = torch.tensor([0, 2, 0]), torch.tensor([1, 1, 1])
+    split = split_budget_ragged(torch.ones(3, 2), torch.tensor([1]), lo=lo, hi=hi)
+    assert split.lengths.tolist() == [0, 1, 0]
+    monkeypatch.setenv("DSV41_CHECK", "1")
+    wanted = "split_budget_ragged: expected lo of at most hi, got lo 2 and hi 1 in row 1"
+    with pytest.raises(ValueError, match=wanted):
+        split_budget_ragged(torch.ones(3, 2), torch.tensor([1]), lo=lo, hi=hi)
+
+
 def test_split_budget_refusals():
     with pytest.raises(
         ValueError, match=r"split_budget: expected confidence: \[num_requests, block\], got \[3\]"

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, check_values, output, workspace
+from ..._op import Kernel, Op, check, check_sizes, check_tensor, check_values, output, workspace
 from ...cache import PagedKV
 from ..norm_rope.api import check_rope_table
 
@@ -46,8 +46,12 @@ def sparse_attn_scratch(
     Returns:
         Bytes: f32 sums, a maximum and a total for every row, head and part; 0 where nothing is split.
     """
+    name = "sparse_attn_scratch"
+    check_sizes(name, num_tokens=num_tokens, window=window, compressed=compressed)
+    check_sizes(name, 1, num_heads=num_heads, head_dim=head_dim)
     if num_splits is None:
         num_splits = num_splits_for(num_tokens, num_heads, window, compressed)
+    check_sizes(name, 1, num_splits=num_splits)
     return num_tokens * num_heads * num_splits * (head_dim + 2) * 4 if num_splits > 1 else 0
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, output, workspace
+from ..._op import Kernel, Op, check, check_sizes, check_tensor, output, workspace
 from ...formats import MXFP8
 from ..quant.api import quantised_output, unaligned
 
@@ -104,6 +104,8 @@ def parts(tokens: int, hidden: int) -> tuple[int, int, int]:
 
 def mhc_scratch(num_tokens: int, hidden: int) -> int:
     """f32 numbers of scratch that the mixes of ``num_tokens`` rows need on an accelerator."""
+    check_sizes("mhc_scratch", num_tokens=num_tokens)
+    check_sizes("mhc_scratch", 1, hidden=hidden)
     return num_tokens * WIDTH * parts(num_tokens, hidden)[0]
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, check_values, output, workspace
+from ..._op import Kernel, Op, check, check_sizes, check_tensor, check_values, output, workspace
 from ...cache import PagedKV
 from ...formats import MXFP4
 from ..norm_rope.api import check_rope_table
@@ -30,6 +30,7 @@ def _lists(num_tokens: int, publish: bool) -> int:
 
 def topk_scratch(num_rows: int) -> int:
     """Bytes of scratch that ``topk`` needs on an accelerator: 3.2 MB, whatever the sizes."""
+    check_sizes("topk_scratch", num_rows=num_rows)
     return 2 * GRID * (8 * ROOM + 4)
 
 
@@ -38,6 +39,7 @@ def index_topk_scratch(num_tokens: int, num_candidates: int = 0) -> int:
 
     6.5 MB at most, 14 MB when blocks are published; the context does not matter.
     """
+    check_sizes("index_topk_scratch", num_tokens=num_tokens, num_candidates=num_candidates)
     room = ROOM + (BLOCK_ROOM if num_candidates else 0)
     return _lists(num_tokens, num_candidates > 0) * (8 * room + 8)
 

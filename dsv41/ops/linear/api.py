@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, Parts, check, check_tensor, output, parts_bytes, workspace
+from ..._op import Kernel, Op, Parts, check, check_sizes, check_tensor, output, parts_bytes, workspace
 from ...formats import MXFP8, FP8Tiles, fold_tiles
 from ..quant.api import check_scales, mxfp8_operand
 
@@ -135,6 +135,10 @@ def block_linear_scratch(
         A pure function of the sizes: the activations once for "fp8", in bf16 for more than 128 tokens of
         "exact", and up to 12 f32 results of at most 128 tokens.
     """
+    name = "block_linear_scratch"
+    check_sizes(name, num_tokens=num_tokens)
+    check_sizes(name, 1, out_features=out_features, in_features=in_features)
+    check(numerics in ("exact", "fp8", "bf16"), name, "numerics: exact or fp8", numerics)
     few = min(num_tokens, 128)  # the second class needs less than the end of the first
     parts = [scratch_parts(n, out_features, in_features, numerics) for n in (num_tokens, few)]
     return max(parts_bytes(parts[0]), parts_bytes(parts[1]))
@@ -213,6 +217,8 @@ def block_linear(
 
 def grouped_linear_scratch(num_tokens: int, groups: int, rank: int, in_features: int) -> int:
     """Bytes of scratch that ``grouped_linear`` needs on an accelerator for at most ``num_tokens`` tokens."""
+    check_sizes("grouped_linear_scratch", num_tokens=num_tokens)
+    check_sizes("grouped_linear_scratch", 1, groups=groups, rank=rank, in_features=in_features)
     return block_linear_scratch(num_tokens, groups * rank, in_features, "bf16")
 
 

@@ -6,7 +6,18 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, Parts, check, check_tensor, check_values, output, parts_bytes, workspace
+from ..._op import (
+    Kernel,
+    Op,
+    Parts,
+    check,
+    check_sizes,
+    check_tensor,
+    check_values,
+    output,
+    parts_bytes,
+    workspace,
+)
 from ...formats import MXFP8, MXFP4Experts
 from .._tilelang import pack
 from ..quant.api import check_scales, mxfp8_operand
@@ -74,6 +85,8 @@ def mxfp4_moe_scratch(num_tokens: int, top_k: int, num_experts: int, hidden: int
 
     About ``num_tokens * (2 * hidden + top_k * (2 * inter + 2 * hidden))``; a pure function of the sizes.
     """
+    check_sizes("mxfp4_moe_scratch", num_tokens=num_tokens)
+    check_sizes("mxfp4_moe_scratch", 1, top_k=top_k, num_experts=num_experts, hidden=hidden, inter=inter)
     return parts_bytes(scratch_parts(num_tokens, top_k, num_experts, hidden, inter))
 
 

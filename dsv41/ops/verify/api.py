@@ -136,7 +136,8 @@ def split_budget_ragged(
             1), enough unless rows bring more than their anchor.
         max_logits: capacity of ``logits_ids``; None is max_requests * (block + 1).
         hi: [max_requests] int32, drafts available to a row, or fewer as its cap; None is block.
-        lo: [max_requests] int32, drafts a row gets whatever the budget; ``lo = hi`` pins a row; None is 0.
+        lo: [max_requests] int32, drafts a row gets whatever the budget; ``lo = hi`` pins a row; more than
+            ``hi`` is cut to it (refused under DSV41_CHECK=1); None is 0.
         base: [max_requests] int32, tokens of a row before its drafts: 1 is the anchor; None is 1.
         bonus: [max_requests] int32, 1 where the row emits a token now; a row with 0 (inside its prefill)
             takes no drafts and has no logits row; None is 1.
@@ -175,6 +176,9 @@ def split_budget_ragged(
 
     budget = given("budget", budget, 0, 1, *_INTS)
     lo, hi = given("lo", lo, 0, rows, *_INTS), given("hi", hi, block, rows, *_INTS)
+    if check_values() and bool((lo > hi).any()):
+        row = int((lo > hi).nonzero()[0])
+        check(False, name, "lo of at most hi", f"lo {int(lo[row])} and hi {int(hi[row])} in row {row}")
     base, bonus = given("base", base, 1, rows, *_INTS), given("bonus", bonus, 1, rows, *_INTS)
     start = given("start", start, 0, rows, torch.int64, torch.int32)
     weights = given("weights", weights, 1, rows, torch.float32)
