@@ -1,5 +1,6 @@
 from .api import exchange_combine, exchange_pack, exchange_plan, exchange_unpack, record_bytes
 from .handle import Exchange, Flight, usual_capacity
+from .mega import mega_experts
 from .peers import agree, facts
 from .transport import GroupTransport, LocalTransport, PeerLost, Transport, deepep_transport
 
@@ -17,6 +18,7 @@ __all__ = [
     "exchange_plan",
     "exchange_unpack",
     "facts",
+    "mega_experts",
     "record_bytes",
     "usual_capacity",
 ]
