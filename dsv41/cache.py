@@ -110,14 +110,11 @@ def page_slots(
 
     Contract: no host sync; any device.
     """
-    if page_table.shape[0] == 0 or page_table.shape[1] == 0:
+    requests, pages = page_table.shape
+    if not requests * pages:
         return torch.full_like(entry_ids, -1, dtype=torch.int32)
-    page = entry_ids.div(page_size, rounding_mode="floor")
-    held = (
-        (entry_ids >= 0)
-        & (page < page_table.shape[1])
-        & ((request_ids >= 0) & (request_ids < page_table.shape[0]))[:, None]
-    )
-    row = request_ids.long().clamp(0, page_table.shape[0] - 1)[:, None]
-    number = page_table[row, page.long().clamp(0, page_table.shape[1] - 1)]
-    return torch.where(held & (number >= 0), number * page_size + entry_ids % page_size, -1).to(torch.int32)
+    # One row and one column of -1 more, at index -1 too: there look all that have no request or no page.
+    padded = torch.nn.functional.pad(page_table, (0, 1, 0, 1), value=-1)
+    page = entry_ids.div(page_size, rounding_mode="floor").clamp_(-1, pages)
+    number = padded[request_ids.clamp(-1, requests)[:, None], page]
+    return torch.add(entry_ids % page_size, number, alpha=page_size).clamp_(min=-1).to(torch.int32)

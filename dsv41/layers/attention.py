@@ -90,7 +90,7 @@ class Indexer(nn.Module):
         # In float64: a factor that is itself rounded to f32 moves the last bit, and with it near-ties of
         # scores.
         wide = linear(h, self.weights_proj.weight).double()
-        return (wide * self.cfg.index_dim**-0.5 * self.cfg.index_heads**-0.5).float()
+        return (wide * (self.cfg.index_dim * self.cfg.index_heads) ** -0.5).float()
 
 
 class Attention(nn.Module):
