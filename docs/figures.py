@@ -74,7 +74,7 @@ def model() -> Drawing:
     half = x0 + cell * cfg.first_decoder_layer
     d.text(x0, 120, "encoder layers: all rows of a prefill run", bold=True)
     d.text(half + 6, 120, "decoder layers: bounded replay runs the last 140 rows", bold=True)
-    d.line((half, 106), (half, 262), tip=False, dashed=True)
+    d.line((half, 106), (half, 250), tip=False, dashed=True)
     for i in range(cfg.num_layers):
         x = x0 + cell * i
         d.box(x, top, cell, 34, str(i), fill=fills[cfg.compress_ratios[i]])

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any, NamedTuple
 
+from .roofline import BF16
+
 Row = dict[str, Any]
-READ_TBPS, BF16_TFLOPS, FP8_TFLOPS = 4.43, 701.0, 1304.0  # measured ceilings of one H200
+READ_TBPS = 4.43  # measured on one H200; the best products are roofline's
 LINE, LABEL, PANEL, GAP, TOP = 15, 250, 250, 70, 60  # sizes in pixels
 LOW, HIGH = 0.5, 8.0  # of the first panel, logarithmic
 FAST, SLOW, SHARE, GREY, INK = "#2a7f86", "#d1793a", "#8a94a6", "#d8dbe0", "#222222"
@@ -29,7 +31,7 @@ def _faster(row: Row, peer: str) -> float | None:
 
 def _share(row: Row, rate: str = "TFLOPs") -> float:
     """Of the memory or of the bf16 tensor cores, whichever is nearer to its ceiling."""
-    return max(row.get("TBps", 0.0) / READ_TBPS, row.get(rate, 0.0) / BF16_TFLOPS)
+    return max(row.get("TBps", 0.0) / READ_TBPS, row.get(rate, 0.0) * 1e12 / BF16)
 
 
 def groups(results: dict[str, list[Row]]) -> Iterator[tuple[str, list[Line]]]:
@@ -104,7 +106,8 @@ def svg(results: dict[str, list[Row]]) -> str:
         axes.append(_text(x, TOP - 6, label, "middle"))
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 10}"'
-        f' viewBox="0 0 {width} {bottom + 10}" font-family="sans-serif" font-size="11" fill="{INK}">'
+        f' viewBox="0 0 {width} {bottom + 10}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif"'
+        f' font-size="11" fill="{INK}">'
     )
     back = '<rect width="100%" height="100%" fill="#ffffff"/>'
     return "\n".join([head, back, *axes, *body, "</svg>"]) + "\n"
