@@ -24,7 +24,11 @@ ASSUMED = (0.3, 0.5, 0.7, 0.9)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `bench throughput`."""
-    parser.add_argument("--cost", help="a StepCost file (StepCost.to_json); default: as bench budget")
+    parser.add_argument(
+        "--cost",
+        help="a StepCost file (StepCost.to_json) or the JSON lines of bench step; default: as bench budget",
+    )
+    parser.add_argument("--context", type=int, default=4096, help="of the steps taken from JSON lines")
     parser.add_argument("--counts", help="JSON list: how often 0, 1, 2, ... drafts of a request stayed")
     parser.add_argument("--acceptance", type=float, nargs="+", default=list(ASSUMED), help="assumed shares")
     parser.add_argument("--requests", type=int, nargs="+", default=list(REQUESTS))
@@ -41,6 +45,21 @@ def tokens_a_step(lengths: np.ndarray) -> float:
     good = lengths.ndim == 1 and lengths.size > 1 and bool((lengths >= 0).all()) and bool(lengths.sum() > 0)
     check(good, NAME, "counts of 0, 1, 2, ... accepted drafts, some above 0", lengths.tolist())
     return 1 + float((lengths * np.arange(lengths.size)).sum() / lengths.sum())
+
+
+def read_cost(path: str, context: int, drafts: bool) -> StepCost:
+    """A `StepCost` file, or the decode steps of one context in the JSON lines of ``bench step``, with all
+    their drafts or without any: those with drafts hold the drafter's time.
+    """
+    text = Path(path).read_text("utf-8")
+    rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    if rows and "format" in rows[0]:
+        return StepCost.from_json(text)
+    wanted = ("decode", context, "all" if drafts else "none")
+    chosen = [r for r in rows if (r.get("op"), r.get("context"), r.get("drafts")) == wanted]
+    steps = {r["tokens"]: r["ms"] / 1e3 for r in chosen}
+    check(bool(steps), NAME, f"decode steps at a context of {context} in {path}", "none")
+    return StepCost(sorted(steps), [steps[size] for size in sorted(steps)])
 
 
 def curve(cost: StepCost, requests: list[int], drafts: int, tau: float) -> list[float | None]:
@@ -85,13 +104,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         taus.append((f"measured {(tau - 1) / drafts:.2f}", drafts, tau))
     taus += [(f"assumed {a:.2f}", drafts, 1 + drafts * a) for a in args.acceptance]
     if args.cost:
-        cost = StepCost.from_json(Path(args.cost).read_text("utf-8"))
+        plain, cost = (read_cost(args.cost, args.context, drafts=k) for k in (False, True))
     else:
-        cost = step_cost(16, max(args.requests) * (1 + drafts))
+        plain = cost = step_cost(16, max(args.requests) * (1 + drafts))
     source = "measured steps" if args.cost else "simulated steps"
     return [
         {"op": "throughput", "steps": source, "curve": name, "drafts": k, "tau": round(tau, 4),
-         "requests": args.requests, "tokens_per_s": curve(cost, args.requests, k, tau)}
+         "requests": args.requests, "tokens_per_s": curve(cost if k else plain, args.requests, k, tau)}
         for name, k, tau in taus
     ]  # fmt: skip
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dsv41.__main__ import main
-from dsv41.bench.throughput import curve, tokens_a_step
+from dsv41.bench.throughput import curve, read_cost, tokens_a_step
 from dsv41.spec import StepCost
 
 
@@ -26,6 +26,25 @@ def test_a_curve_pays_for_padded_steps_and_ends_with_the_table() -> None:
     cost = StepCost([4, 8], [0.01, 0.02])
     assert curve(cost, [1, 2, 3], 1, 1.5) == [150.0, 300.0, 225.0]
     assert curve(cost, [2, 5], 1, 1.5) == [300.0, None]
+
+
+def test_steps_of_the_benchmark_are_a_cost_table(tmp_path: Path) -> None:
+    lines = tmp_path / "step.jsonl"
+    rows = [
+        {"op": "prefill", "tokens": 4096, "ms": 99.0},
+        {"op": "decode", "context": 4096, "drafts": "all", "tokens": 384, "ms": 40.0},
+        {"op": "decode", "context": 4096, "drafts": "all", "tokens": 96, "ms": 21.0},
+        {"op": "decode", "context": 4096, "drafts": "budget", "tokens": 48, "ms": 18.0},
+        {"op": "decode", "context": 4096, "drafts": "none", "tokens": 16, "ms": 12.5},
+        {"op": "decode", "context": 131072, "drafts": "none", "tokens": 16, "ms": 14.0},
+    ]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cost = read_cost(str(lines), 4096, drafts=True)
+    assert cost.sizes.tolist() == [96, 384] and cost.seconds.tolist() == [0.021, 0.04]
+    with pytest.warns(UserWarning, match="every size costs the same"):
+        assert read_cost(str(lines), 131072, drafts=False).seconds.tolist() == [0.014]
+    with pytest.raises(ValueError, match="bench throughput: expected decode steps at a context of 1 in"):
+        read_cost(str(lines), 1, drafts=True)
 
 
 def test_measured_beside_assumed(
