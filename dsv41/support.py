@@ -28,6 +28,7 @@ CUBE = ("block_linear", "grouped_linear", "linear", "markov_bias", "mxfp4_moe", 
 MISSING = {
     "exchange_combine": "no exchange for Ascend",
     "exchange_pack": "no exchange for Ascend",
+    "exchange_pack_fixed": "no exchange for Ascend",
     "exchange_plan": "no exchange for Ascend",
     "exchange_unpack": "no exchange for Ascend",
     "index_topk": "needs scores on cube cores: not written",

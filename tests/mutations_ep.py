@@ -26,9 +26,9 @@ MUTATIONS = [
     ),
     (
         "ep-overflow-of-the-fullest-rank-only",
-        f"{HANDLE}:Exchange.dispatch",
-        ".sum(0, keepdim=True)",
-        ".amin(0, keepdim=True)",
+        f"{HANDLE}:Exchange.lost",
+        "self.overflow.sum()",
+        "self.overflow.amin()",
         f"{EXCHANGE}:test_pairs_past_the_capacity_are_counted_on_every_rank",
     ),
     (

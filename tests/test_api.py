@@ -115,6 +115,15 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
         "source": torch.arange(2 * n, dtype=I32),
         "slots_per_rank": 2,
     },
+    "exchange_pack_fixed": lambda n: {
+        "x": bf16(n, 32),
+        "weights": torch.rand(n, 2),
+        "slots": ints(n, 2),
+        "num_ranks": 2,
+        "slots_per_rank": 2,
+        "capacity": 3,
+        "lost": torch.zeros(2, dtype=torch.int64),
+    },
     "exchange_plan": lambda n: {"slots": ints(n, 2), "num_ranks": 2, "slots_per_rank": 2},
     "exchange_unpack": lambda n: {"records": ints(n, 64, below=99).to(torch.uint8), "hidden": 32},
     "grouped_linear": lambda n: {"x": bf16(n, 2, 32), "w": tiles(64, 32)},
@@ -282,6 +291,8 @@ def test_no_tokens(name: str) -> None:
         assert (arguments["cache"].pages == 0).all()
     elif name == "exchange_plan":  # its last result is a count a rank
         assert result[0].shape == (0, 2) and not result[1].numel() and result[2].tolist() == [0, 0]
+    elif name == "exchange_pack_fixed":  # rows are a capacity a rank
+        assert result[0].shape == (0, 2) and result[1].shape[0] == 6
     else:
         assert all(x.shape[0] == 0 for x in tensors(result))
 

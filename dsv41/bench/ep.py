@@ -11,6 +11,7 @@ arrive, as many at each expert. What differs is in every row, under "differs".
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -30,6 +31,7 @@ from ..layers.expert_parallel import ExpertParallel, even_map, even_table
 from ..layers.moe import Experts, MoE
 from ..ops import (
     exchange_pack,
+    exchange_pack_fixed,
     exchange_plan,
     exchange_unpack,
     mxfp4_moe,
@@ -243,9 +245,20 @@ class Bench:
         per = group.slots_per_rank
         # Uniform slots: the table of copies would do no other.
         slots = (ids * (per * self.size) // cfg.num_experts).int().contiguous()
-        _, source, counts = exchange_plan(slots, num_ranks=self.size, slots_per_rank=per, capacity=capacity)
-        records = exchange_pack(x, weights, slots, source, slots_per_rank=per)
-        sent, came = (None, None) if capacity else t.counts(counts)
+        ranks: dict[str, Any] = {"num_ranks": self.size, "slots_per_rank": per}
+        calls: dict[str, Callable[[], object]] = {}
+        if capacity is not None:
+            sent, came = None, None
+            lost = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+            pack = functools.partial(exchange_pack_fixed, capacity=capacity, lost=lost, **ranks)
+            calls["pack"] = lambda: pack(x, weights, slots)
+            records = pack(x, weights, slots)[1]
+        else:
+            _, source, counts = exchange_plan(slots, **ranks)
+            records = exchange_pack(x, weights, slots, source, slots_per_rank=per)
+            sent, came = t.counts(counts)
+            calls["plan"] = lambda: exchange_plan(slots, **ranks)
+            calls["pack"] = lambda: exchange_pack(x, weights, slots, source, slots_per_rank=per)
         arriving = (
             torch.empty_like(records) if came is None else records.new_empty((sum(came), records.shape[1]))
         )
@@ -262,11 +275,7 @@ class Bench:
 
         timed = self.graph_us if capacity else self.clock_us
         out_us = timed(out)
-        plan_us = self.graph_us(
-            lambda: exchange_plan(slots, num_ranks=self.size, slots_per_rank=per, capacity=capacity)
-        )
-        pack_us = self.graph_us(lambda: exchange_pack(x, weights, slots, source, slots_per_rank=per))
-        unpack_us = self.graph_us(lambda: exchange_unpack(arriving, hidden=cfg.hidden))
+        calls["unpack"] = lambda: exchange_unpack(arriving, hidden=cfg.hidden)
         flight = group.exchange.dispatch(x, slots, weights, exact=capacity is None)
         flight.wait()
         back_us = self.graph_us(lambda: flight.combine(rows))
@@ -275,7 +284,7 @@ class Bench:
             "capacity": capacity,
             "out_bytes": int(records.nbytes * away), "back_bytes": int(back.nbytes * away),
             "dispatch_us": out_us, "combine_us": back_us, "bare_dispatch_us": bare,
-            "bare_combine_us": bare_back, "plan_us": plan_us, "pack_us": pack_us, "unpack_us": unpack_us,
+            "bare_combine_us": bare_back, **{f"{k}_us": self.graph_us(call) for k, call in calls.items()},
             "bare_dispatch_GBps": records.nbytes * away / bare / 1e3,
             "bare_combine_GBps": back.nbytes * away / bare_back / 1e3,
             "dispatch_GBps": records.nbytes * away / out_us / 1e3,

@@ -4,7 +4,13 @@ from .attn import sparse_attn, sparse_attn_scratch
 from .compress import compress_pairs, copy_records, write_cache
 from .draft import markov_bias
 from .engram import engram_gate, engram_hash, engram_lookup
-from .exchange.api import exchange_combine, exchange_pack, exchange_plan, exchange_unpack
+from .exchange.api import (
+    exchange_combine,
+    exchange_pack,
+    exchange_pack_fixed,
+    exchange_plan,
+    exchange_unpack,
+)
 from .hyper import mhc_boundary, mhc_collapse, mhc_expand, mhc_mixes, mhc_scratch
 from .index import index_query, index_topk, index_topk_scratch, topk, topk_scratch
 from .linear import (
@@ -32,6 +38,7 @@ __all__ = [
     "engram_lookup",
     "exchange_combine",
     "exchange_pack",
+    "exchange_pack_fixed",
     "exchange_plan",
     "exchange_unpack",
     "grouped_linear",

@@ -59,6 +59,26 @@ def exchange_pack(
         at += width if at != 4 else HEADER - 4
 
 
+def exchange_pack_fixed(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weights: torch.Tensor,
+    slots: torch.Tensor,
+    num_ranks: int,
+    slots_per_rank: int,
+    capacity: int,
+    place: torch.Tensor,
+    lost: torch.Tensor,
+    records: torch.Tensor,
+) -> None:
+    """Reference of ``dsv41.ops.exchange_pack_fixed``: plan and pack."""
+    source = torch.empty(len(records), dtype=torch.int32, device=x.device)
+    counts = torch.empty_like(lost)
+    exchange_plan(slots, num_ranks, slots_per_rank, capacity, place, source, counts)
+    exchange_pack(x, x_scale, weights, slots, source, slots_per_rank, records)
+    lost += (counts - capacity).clamp(min=0)
+
+
 def exchange_unpack(
     records: torch.Tensor,
     values: torch.Tensor,

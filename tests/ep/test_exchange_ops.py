@@ -17,6 +17,7 @@ from tests.tools import triton_interp
 
 BF16, I32 = torch.bfloat16, torch.int32
 interpreted = pytest.mark.skipif(not triton_interp.available(), reason="needs triton")
+TWO: dict[str, Any] = {"num_ranks": 2, "slots_per_rank": 4}
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -69,6 +70,18 @@ def test_records_hold_what_was_packed() -> None:
         assert local[row] == slots[t, j] % 4 and share[row] == weights[t, j]
 
 
+@pytest.mark.parametrize("capacity", [1, 4, 15])
+def test_pack_fixed_is_plan_and_pack(capacity: int) -> None:
+    x, weights = quantize_mxfp8(torch.randn(5, 64)), torch.rand(5, 3)
+    slots, keys = torch.randint(-1, 8, (5, 3), dtype=I32), TWO
+    place, source, counts = ops.exchange_plan(slots, **keys, capacity=capacity)
+    records = ops.exchange_pack(x, weights, slots, source, slots_per_rank=4)
+    lost = torch.tensor([10, 20])
+    got = ops.exchange_pack_fixed(x, weights, slots, **keys, capacity=capacity, lost=lost)
+    assert same(got[0], place) and same(got[1], records)
+    assert (lost - torch.tensor([10, 20])).tolist() == [max(0, int(n) - capacity) for n in counts]
+
+
 def experts(count: int, hidden: int, inter: int) -> MXFP4Experts:
     a, b = (
         quantize_mxfp4(torch.randn(count, 2 * inter, hidden)),
@@ -100,8 +113,7 @@ def test_a_row_an_expert_and_the_sum_are_the_ops_own_bits(dtype: torch.dtype, sh
 
 S, W = torch.zeros((2, 3), dtype=I32), torch.rand(2, 3)
 Q, ROWS = quantize_mxfp8(torch.randn(2, 64)), torch.zeros(4, 64, dtype=BF16)
-SOURCE = torch.zeros(4, dtype=I32)
-TWO: dict[str, Any] = {"num_ranks": 2, "slots_per_rank": 4}
+SOURCE, LOST = torch.zeros(4, dtype=I32), torch.zeros(2, dtype=torch.int64)
 ERRORS: dict[str, Any] = {
     "slots": (lambda: ops.exchange_plan(S.long(), **TWO), r"slots: \[\*, \*\] int32, got \[2, 3\] int64"),
     "ranks": (lambda: ops.exchange_plan(S, num_ranks=0, slots_per_rank=4), r"ranks and slots, got \(0, 4\)"),
@@ -110,6 +122,14 @@ ERRORS: dict[str, Any] = {
     "weights": (lambda: ops.exchange_pack(Q, S, S, SOURCE, slots_per_rank=4), r"weights: \[2, 3\] float32"),
     "x": (lambda: ops.exchange_pack(Q, W[:1], S[:1], SOURCE, slots_per_rank=4), r"x: \[1, 64\], got"),
     "per rank": (lambda: ops.exchange_pack(Q, W, S, SOURCE, slots_per_rank=0), "slots_per_rank: 1 or more"),
+    "lost": (
+        lambda: ops.exchange_pack_fixed(Q, W, S, **TWO, capacity=1, lost=S),
+        r"lost: \[2\] int64, got \[2, 3\]",
+    ),
+    "room": (
+        lambda: ops.exchange_pack_fixed(Q, W, S, **TWO, capacity=0, lost=LOST),
+        "capacity: 1 or more, got 0",
+    ),
     "hidden": (lambda: ops.exchange_unpack(SOURCE[None], hidden=33), "hidden: a multiple of 32, got 33"),
     "records": (lambda: ops.exchange_unpack(SOURCE[None], hidden=64), r"records: \[\*, 96\] uint8"),
     "place": (lambda: ops.exchange_combine(ROWS, W), r"place: \[\*, \*\] int32"),
@@ -168,6 +188,24 @@ def test_pack_and_unpack_kernels(module: Any = None) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("tokens, top_k, ranks, per, capacity", [c for c in CASES if c[4]])
+def test_pack_fixed_kernel(
+    tokens: int, top_k: int, ranks: int, per: int, capacity: int, module: Any = None
+) -> None:
+    x, weights, slots = inputs(tokens, top_k, ranks * per + 1, 128)
+    lost = torch.arange(ranks)
+    want = ops.exchange_pack_fixed(
+        x, weights, slots, num_ranks=ranks, slots_per_rank=per, capacity=capacity, lost=lost
+    )
+    got = torch.full_like(want[0], 99), torch.arange(ranks), torch.full_like(want[1], 7)
+    (module or kernels()).exchange_pack_fixed(*x.flat(), weights, slots, ranks, per, capacity, *got)
+    used = want[1][:, 4:8].contiguous().view(I32)[:, 0] >= 0
+    assert same(got[0], want[0]) and same(got[1], lost)
+    assert same(got[2][:, :8], want[1][:, :8])
+    assert same(got[2][used, 16 : 16 + 128 + 4], want[1][used, 16 : 16 + 128 + 4])
+
+
+@interpreted
 @pytest.mark.parametrize("shared", [False, True])
 def test_combine_kernel(shared: bool, module: Any = None) -> None:
     rows, place = torch.randn(11, 1280).to(BF16), torch.randint(-1, 11, (6, 5), dtype=I32)
@@ -187,8 +225,22 @@ FAULTS: dict[str, Any] = {
     "lower ranks not counted": (
         "slot < rank * PER_RANK)", "slot < 0)", lambda m: test_plan_kernel(*CASES[3], module=m)
     ),
-    "global slot sent": ("slot % PER_RANK", "slot", test_pack_and_unpack_kernels),
+    "global slot sent": (
+        "tl.where(used, slot % PER_RANK", "tl.where(used, slot", test_pack_and_unpack_kernels
+    ),
+    "a pair after it counted": (
+        "other < pair, other", "other <= pair, other", lambda m: test_pack_fixed_kernel(*CASES[2], module=m)
+    ),
+    "unused rows not marked": (
+        "row >= earlier", "row > earlier", lambda m: test_pack_fixed_kernel(*CASES[0], module=m)
+    ),
+    "losses of the last step only": (
+        "tl.load(lost + rank) + past", "past", lambda m: test_pack_fixed_kernel(*CASES[2], module=m)
+    ),
     "scales behind the wrong word": ("HEADER + WORDS + lane", "WORDS + lane", test_pack_and_unpack_kernels),
+    "scales over the values": (
+        "HEADER + WORDS + few", "WORDS + few", lambda m: test_pack_fixed_kernel(*CASES[2], module=m)
+    ),
     "row 0 left out": (
         "there & (at >= 0)", "there & (at > 0)",
         lambda m: test_combine_kernel(True, m),
@@ -223,6 +275,16 @@ def test_on_the_gpu(tokens: int, capacity: int | None) -> None:
         )
     )
     used = want[1] >= 0
+    if capacity is not None:
+        lost = torch.zeros(4, dtype=torch.int64, device="cuda")
+        with use("triton_cuda", ops.exchange_pack_fixed):
+            at, fixed = ops.exchange_pack_fixed(
+                view, weights.cuda(), slots.cuda(), **keys, capacity=capacity, lost=lost
+            )
+        assert same(lost.cpu(), (want[2] - capacity).clamp(min=0))
+        assert same(at.cpu(), want[0])
+        for a, b in zip(tensors(ops.exchange_unpack(fixed, hidden=cfg.hidden)), arrived, strict=True):
+            assert same(a.view(torch.uint8).cpu()[used], b.view(torch.uint8).cpu()[used])
     for a, b in zip(arrived, expected, strict=True):
         assert same(a.view(torch.uint8).cpu()[used], b.view(torch.uint8)[used])
     rows = torch.randn(len(source), cfg.hidden).to(BF16)

@@ -1,4 +1,11 @@
-from .api import exchange_combine, exchange_pack, exchange_plan, exchange_unpack, record_bytes
+from .api import (
+    exchange_combine,
+    exchange_pack,
+    exchange_pack_fixed,
+    exchange_plan,
+    exchange_unpack,
+    record_bytes,
+)
 from .handle import Exchange, Flight, usual_capacity
 from .mega import mega_experts
 from .peers import agree, facts
@@ -15,6 +22,7 @@ __all__ = [
     "deepep_transport",
     "exchange_combine",
     "exchange_pack",
+    "exchange_pack_fixed",
     "exchange_plan",
     "exchange_unpack",
     "facts",

@@ -10,7 +10,14 @@ from ..._op import Kernel, Op, check, check_tensor, check_values, output
 from ...formats import E4M3, E8M0, MXFP8
 from ..quant.api import mxfp8_operand
 
-__all__ = ["exchange_combine", "exchange_pack", "exchange_plan", "exchange_unpack", "record_bytes"]
+__all__ = [
+    "exchange_combine",
+    "exchange_pack",
+    "exchange_pack_fixed",
+    "exchange_plan",
+    "exchange_unpack",
+    "record_bytes",
+]
 
 
 def record_bytes(hidden: int) -> int:
@@ -46,6 +53,13 @@ _PACK = Op(
     "exchange_pack(Tensor x, Tensor x_scale, Tensor weights, Tensor slots, Tensor source,"
     " int slots_per_rank, Tensor(a!) records) -> ()",
     reference="dsv41_reference.exchange:exchange_pack",
+    package=__package__,
+    kernels=(Kernel("triton_cuda", "cuda", needs=("triton",), supports=_pack_words),),
+)
+_PACK_FIXED = Op(
+    "exchange_pack_fixed(Tensor x, Tensor x_scale, Tensor weights, Tensor slots, int num_ranks,"
+    " int slots_per_rank, int capacity, Tensor(a!) place, Tensor(b!) lost, Tensor(c!) records) -> ()",
+    reference="dsv41_reference.exchange:exchange_pack_fixed",
     package=__package__,
     kernels=(Kernel("triton_cuda", "cuda", needs=("triton",), supports=_pack_words),),
 )
@@ -99,9 +113,7 @@ def exchange_plan(
     check_tensor(name, "slots", slots, (None, None), torch.int32, contiguous=True)
     check(num_ranks >= 1 and slots_per_rank >= 1, name, "ranks and slots", (num_ranks, slots_per_rank))
     check(capacity is None or capacity >= 1, name, "capacity: 1 or more, or None", capacity)
-    if check_values() and slots.numel():
-        high, last = int(slots.max()), num_ranks * slots_per_rank - 1
-        check(high <= last, name, f"slots: at most {last}", high)
+    _check_slots(name, slots, num_ranks * slots_per_rank)
     given = out or (None, None, None)
     rows = slots.numel() if capacity is None else num_ranks * capacity
     out = (
@@ -143,16 +155,73 @@ def exchange_pack(
     Reference: dsv41_reference.exchange.exchange_pack
     """
     name = "exchange_pack"
-    check_tensor(name, "slots", slots, (None, None), torch.int32, contiguous=True)
-    check_tensor(name, "weights", weights, tuple(slots.shape), torch.float32, like=slots, contiguous=True)
+    x = _rows(name, x, weights, slots)
     check_tensor(name, "source", source, (None,), torch.int32, like=slots)
     check(slots_per_rank >= 1, name, "slots_per_rank: 1 or more", slots_per_rank)
+    out = output(name, out, (source.shape[0], record_bytes(x.values.shape[1])), torch.uint8, slots)
+    _PACK(*x.flat(), weights, slots, source, slots_per_rank, out)
+    return out
+
+
+def _rows(name: str, x: torch.Tensor | MXFP8, weights: torch.Tensor, slots: torch.Tensor) -> MXFP8:
+    """Checks what is packed; returns the operand."""
+    check_tensor(name, "slots", slots, (None, None), torch.int32, contiguous=True)
+    check_tensor(name, "weights", weights, tuple(slots.shape), torch.float32, like=slots, contiguous=True)
     hidden = (x if isinstance(x, torch.Tensor) else x.values).shape[-1]
     x = mxfp8_operand(name, x, hidden, slots)
     check(x.values.shape[0] == slots.shape[0], name, f"x: [{slots.shape[0]}, {hidden}]", x.values)
-    out = output(name, out, (source.shape[0], record_bytes(hidden)), torch.uint8, slots)
-    _PACK(*x.flat(), weights, slots, source, slots_per_rank, out)
-    return out
+    return x
+
+
+def exchange_pack_fixed(
+    x: torch.Tensor | MXFP8,
+    weights: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    num_ranks: int,
+    slots_per_rank: int,
+    capacity: int,
+    lost: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plan and pack of the fixed form in one launch: ``exchange_plan`` and ``exchange_pack`` for decode.
+
+    Args:
+        x: [num_tokens, hidden] bf16, quantised here, or an MXFP8 view of values [num_tokens, hidden] e4m3.
+        weights: [num_tokens, top_k] f32, routing weights.
+        slots: [num_tokens, top_k] int32, physical experts of all ranks; below 0 means none.
+        num_ranks: ranks.
+        slots_per_rank: physical experts of a rank.
+        capacity: rows from this rank to one other.
+        lost: [num_ranks] int64 that the pairs past the capacity are added to, by the rank they wanted.
+        out: place and records to write into, see below.
+
+    Returns:
+        place [num_tokens, top_k] int32, as of ``exchange_plan``; records [num_ranks * capacity,
+        record_bytes(hidden)] uint8, as of ``exchange_pack``.
+
+    Contract: no host sync unless DSV41_CHECK=1; graph-safe; allocates only what is None (and the quantised
+        x); the same bits on every run. Every pair looks at those before it: time grows with the square of
+        their number, which is felt from some thousands on.
+    Reference: dsv41_reference.exchange.exchange_pack_fixed
+    """
+    name = "exchange_pack_fixed"
+    x = _rows(name, x, weights, slots)
+    check(num_ranks >= 1 and slots_per_rank >= 1, name, "ranks and slots", (num_ranks, slots_per_rank))
+    check(capacity >= 1, name, "capacity: 1 or more", capacity)
+    _check_slots(name, slots, num_ranks * slots_per_rank)
+    check_tensor(name, "lost", lost, (num_ranks,), torch.int64, like=slots, contiguous=True)
+    given, shape = out or (None, None), (num_ranks * capacity, record_bytes(x.values.shape[1]))
+    place = output(name, given[0], tuple(slots.shape), torch.int32, slots, "out place")
+    records = output(name, given[1], shape, torch.uint8, slots, "out records")
+    _PACK_FIXED(*x.flat(), weights, slots, num_ranks, slots_per_rank, capacity, place, lost, records)
+    return place, records
+
+
+def _check_slots(name: str, slots: torch.Tensor, count: int) -> None:
+    if check_values() and slots.numel():
+        high = int(slots.max())
+        check(high < count, name, f"slots: at most {count - 1}", high)
 
 
 def exchange_unpack(

@@ -1,10 +1,12 @@
 """The exchange of one rank: rows out to the ranks that hold their experts, results back, in a fixed order."""
 
+from typing import Any
+
 import torch
 
 from ..._op import check, check_tensor
 from ...formats import MXFP8
-from .api import exchange_combine, exchange_pack, exchange_plan, exchange_unpack
+from .api import exchange_combine, exchange_pack, exchange_pack_fixed, exchange_plan, exchange_unpack
 from .transport import Pending, Transport
 
 
@@ -30,7 +32,7 @@ class Exchange:
         check(slots_per_rank >= 1, "Exchange", "slots_per_rank: 1 or more", slots_per_rank)
         check(capacity is None or capacity >= 1, "Exchange", "capacity: 1 or more, or None", capacity)
         self.transport, self.slots_per_rank, self.capacity = transport, slots_per_rank, capacity
-        self.overflow: torch.Tensor | None = None  # [1] int64 on the device: pairs of this rank not sent
+        self.overflow: torch.Tensor | None = None  # [ranks] int64 on the device: pairs not sent
 
     def dispatch(
         self, x: MXFP8, slots: torch.Tensor, weights: torch.Tensor, *, exact: bool = False
@@ -49,15 +51,17 @@ class Exchange:
         name, t = "Exchange.dispatch", self.transport
         capacity = None if exact else self.capacity
         check(exact or capacity is not None, name, "a capacity, or exact=True", None)
-        place, source, counts = exchange_plan(
-            slots, num_ranks=t.size, slots_per_rank=self.slots_per_rank, capacity=capacity
-        )
-        records = exchange_pack(x, weights, slots, source, slots_per_rank=self.slots_per_rank)
+        ranks: dict[str, Any] = {"num_ranks": t.size, "slots_per_rank": self.slots_per_rank}
         if capacity is not None:
-            lost = (counts - capacity).clamp_(min=0).sum(0, keepdim=True)
-            self.overflow = lost if self.overflow is None else self.overflow.add_(lost)
+            if self.overflow is None:
+                self.overflow = torch.zeros(t.size, dtype=torch.int64, device=slots.device)
+            place, records = exchange_pack_fixed(
+                x, weights, slots, capacity=capacity, lost=self.overflow, **ranks
+            )
             arriving, sent_rows, came_rows = torch.empty_like(records), None, None
         else:
+            place, source, counts = exchange_plan(slots, **ranks)
+            records = exchange_pack(x, weights, slots, source, slots_per_rank=self.slots_per_rank)
             sent_rows, came_rows = t.counts(counts)
             records = records[: sum(sent_rows)]
             arriving = records.new_empty((sum(came_rows), records.shape[1]))
@@ -66,7 +70,7 @@ class Exchange:
 
     def lost(self, timeout: float = 60.0) -> list[int]:
         """Pairs that each rank did not send since the last call; waits for the device and for every rank."""
-        mine = 0 if self.overflow is None else int(self.overflow)
+        mine = 0 if self.overflow is None else int(self.overflow.sum())
         if self.overflow is not None:
             self.overflow.zero_()
         return [int(n) for n in self.transport.gather(str(mine).encode(), timeout)]

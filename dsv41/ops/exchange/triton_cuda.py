@@ -70,6 +70,51 @@ def _pack(
     tl.store(out + HEADER + WORDS + lane, tl.load(scale + token * scale_stride + lane, there), there)
 
 
+@triton.jit(do_not_specialize=["pairs"])
+def _pack_fixed(
+    x, x_stride, scale, scale_stride, weights, slots, pairs, place, lost, records,
+    TOP_K: tl.constexpr, RANKS: tl.constexpr, PER_RANK: tl.constexpr, CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, RECORD: tl.constexpr,
+    PADDED: tl.constexpr, PADDED_SCALES: tl.constexpr, HEADER: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0)
+    earlier = tl.full([], 0, tl.int32)
+    if pair < pairs:
+        # The row is loaded before its place is known: both loads are on their way together.
+        token = (pair // TOP_K).to(tl.int64)
+        lane, few = tl.arange(0, PADDED), tl.arange(0, PADDED_SCALES)
+        values = tl.load(x + token * x_stride + lane, lane < WORDS)
+        scales = tl.load(scale + token * scale_stride + few, few < SCALES)
+        weight, slot = tl.load(weights + pair), tl.load(slots + pair)
+        first = slot // PER_RANK * PER_RANK
+        for at in range(0, pair, CHUNK):
+            other = at + tl.arange(0, CHUNK)
+            there = tl.load(slots + other, other < pair, other=-1)
+            earlier += tl.sum(((there >= first) & (there < first + PER_RANK)).to(tl.int32), 0)
+        fits = (slot >= 0) & (slot < RANKS * PER_RANK) & (earlier < CAPACITY)
+        row = slot // PER_RANK * CAPACITY + earlier
+        tl.store(place + pair, tl.where(fits, row, -1))
+        out = records + row.to(tl.int64) * RECORD
+        tl.store(out, weight.to(tl.int32, bitcast=True), fits)
+        tl.store(out + 1, slot % PER_RANK, fits)
+        tl.store(out + HEADER + lane, values, (lane < WORDS) & fits)
+        tl.store(out + HEADER + WORDS + few, scales, (few < SCALES) & fits)
+    else:  # a rank: rows that stay unused
+        rank = pair - pairs
+        for at in range(0, pairs, CHUNK):
+            other = at + tl.arange(0, CHUNK)
+            there = tl.load(slots + other, other < pairs, other=-1)
+            earlier += tl.sum(((there >= rank * PER_RANK) & (there < (rank + 1) * PER_RANK)).to(tl.int32), 0)
+        past = tl.maximum(earlier - CAPACITY, 0).to(tl.int64)
+        tl.store(lost + rank, tl.load(lost + rank) + past)
+        for at in range(0, CAPACITY, CHUNK):
+            row = at + tl.arange(0, CHUNK)
+            out = records + (rank * CAPACITY + row).to(tl.int64) * RECORD
+            unused = (row >= earlier) & (row < CAPACITY)
+            tl.store(out, 0, unused)
+            tl.store(out + 1, -1, unused)
+
+
 @triton.jit
 def _unpack(
     records, values, scale, slots, weights,
@@ -133,6 +178,19 @@ def exchange_pack(x, x_scale, weights, slots, source, slots_per_rank, records):
     )  # fmt: skip
 
 
+def exchange_pack_fixed(
+    x, x_scale, weights, slots, num_ranks, slots_per_rank, capacity, place, lost, records
+):
+    """Launch of ``dsv41.ops.exchange_pack_fixed``."""
+    values, scale, pairs = x.view(torch.int32), x_scale.view(torch.int32), slots.numel()
+    _pack_fixed[(pairs + num_ranks,)](
+        values, values.stride(0), scale, scale.stride(0), weights, slots, pairs, place, lost,
+        records.view(torch.int32), TOP_K=slots.shape[1], RANKS=num_ranks, PER_RANK=slots_per_rank,
+        CAPACITY=capacity, CHUNK=min(CHUNK, max(64, triton.next_power_of_2(pairs))),
+        RECORD=records.shape[1] // 4, **_sizes(x.shape[1]), num_warps=4,
+    )  # fmt: skip
+
+
 def exchange_unpack(records, values, scale, slots, weights):
     """Launch of ``dsv41.ops.exchange_unpack``."""
     if not len(records):
@@ -166,6 +224,10 @@ def variants(cfg):
     names = {"x": "*i32", "x_stride": "i64", "scale": "*i32", "scale_stride": "i64", "weights": "*fp32"}
     names |= {"slots": "*i32", "source": "*i32", "records": "*i32"}
     yield _pack, (names, {"TOP_K": cfg.top_k, "PER_RANK": 49, "RECORD": record, **sizes})
+    names = {"x": "*i32", "x_stride": "i64", "scale": "*i32", "scale_stride": "i64", "weights": "*fp32"}
+    names |= {"slots": "*i32", "pairs": "i32", "place": "*i32", "lost": "*i64", "records": "*i32"}
+    fixed = {"TOP_K": cfg.top_k, "RANKS": 8, "PER_RANK": 49, "CAPACITY": 128, "CHUNK": 512}
+    yield _pack_fixed, (names, {**fixed, "RECORD": record, **sizes})
     names = {"records": "*i32", "values": "*i32", "scale": "*i32", "slots": "*i32", "weights": "*i32"}
     yield _unpack, (names, {"RECORD": record, **sizes})
     names = {"rows": "*bf16", "rows_stride": "i64", "place": "*i32", "shared": "*bf16"}
