@@ -16,7 +16,12 @@ SMALL = ["--config=micro", "--decode=2", "--prefill=16", "--context=24", "--repl
 
 
 @pytest.mark.parametrize(
-    "ranks, parts", [(2, ["exchange", "layer", "eplb", "backbone"]), (4, ["exchange", "eplb"])]
+    "ranks, parts",
+    [
+        (2, ["exchange", "layer", "eplb", "backbone"]),
+        (4, ["exchange", "eplb"]),
+        (8, ["exchange", "backbone"]),
+    ],
 )
 def test_bench(ranks: int, parts: list[str], tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -39,8 +44,10 @@ def test_bench(ranks: int, parts: list[str], tmp_path: Path) -> None:
     assert len(rows) == len(printed) and all(row["ranks"] == ranks for row in rows)  # rank 0 alone prints
     by_part = {row["part"]: row for row in rows}
     assert by_part["parity"]["equal"] and by_part["parity"]["distance"] < 1e-5
-    assert by_part["eplb"]["imbalance_after"] <= by_part["eplb"]["imbalance_before"]
+    if "eplb" in parts:
+        assert by_part["eplb"]["imbalance_after"] <= by_part["eplb"]["imbalance_before"]
     if "backbone" in parts:
+        assert by_part["reshuffle"]["layers"] == 6 and by_part["decode"]["eplb"] == "on"
         assert by_part["decode"]["tokens_per_s"] > 0 and by_part["prefill"]["replay"] == 12
 
 
