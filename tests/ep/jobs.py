@@ -95,6 +95,7 @@ def die_in_a_transfer(
     live = live_of(model, transport, timeout)
     counts = torch.from_numpy(np.random.default_rng(1).integers(1, 99, (cfg.num_layers, cfg.num_experts)))
     live.propose((counts * 4 ** (torch.arange(cfg.num_experts) % 3)).to(device))
+    live.advance()  # one layer arrives: connections are open
     layer = live.todo[0]
     before = group.checksum(), [t.view(torch.uint8).clone() for t in group.tensors(layer).values()]
     transport.__class__ = Dying
