@@ -5,7 +5,7 @@ nothing.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._op import Target, Unsupported, explain, no_compile, use
+from ._op import Target, Unsupported, batch_invariant, explain, no_compile, use
 from ._version import __version__
 from .config import V41FlashConfig
 
@@ -21,6 +21,7 @@ __all__ = [
     "Unsupported",
     "V41FlashConfig",
     "__version__",
+    "batch_invariant",
     "cache",
     "eplb",
     "explain",

@@ -19,6 +19,8 @@ _LIBRARY = torch.library.Library("dsv41", "DEF")
 _OPS: dict[str, "Op"] = {}
 _forced: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("dsv41_use", default=None)
 _no_compile: contextvars.ContextVar[bool] = contextvars.ContextVar("dsv41_no_compile", default=False)
+_invariant = False  # a plain name: torch.compile follows it, and compiles again when it changes
+MANY_TOKENS = 1 << 40
 
 
 class Unsupported(RuntimeError):
@@ -346,6 +348,28 @@ def no_compile() -> Iterator[None]:
         yield
     finally:
         _no_compile.reset(token)
+
+
+@contextlib.contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Inside the context a row's bits depend neither on other rows of a call nor on how many there are.
+
+    Most ops hold that anyway. `block_linear`, `grouped_linear`, `mxfp4_moe` and `sparse_attn` choose the
+    order of their sums by the number of tokens: here they take, for every call, the one of many tokens,
+    which is slower for few. Scratch functions follow the context; a graph keeps what it was captured
+    with. All threads of the process are in it.
+    """
+    global _invariant
+    before, _invariant = _invariant, True
+    try:
+        yield
+    finally:
+        _invariant = before
+
+
+def tiling_tokens(tokens: int) -> int:
+    """The number of tokens by which an op chooses the order of its sums."""
+    return MANY_TOKENS if _invariant else tokens
 
 
 def refuse_compiling(kernel: str) -> None:

@@ -91,14 +91,11 @@ class Report:
     rows: list[parity.Row] = field(default_factory=list)
     dense: dict[str, float] | None = None
 
-    def bad(self, row: parity.Row) -> bool:
-        return not row.value <= (self.bound if row.floats else 0)
-
     @property
     def first(self) -> str | None:
         """The first difference in the order of the calls, in place before dense."""
         for row in self.rows:
-            if self.bad(row):
+            if row.differs(self.bound):
                 kind = "distance" if row.floats else "share of differing elements"
                 what = f"{row.op}, output {row.output} {list(row.shape)} of {row.kernel}"
                 return f"{row.where}: {what}: {kind} {row.value:.3g}"
@@ -124,7 +121,7 @@ class Report:
                 max((r.value for r in mine if r.floats is floats), default=None) for floats in (True, False)
             ]
             cells = "".join(f"{'-' if w is None else f'{w:.2e}':>12}" for w in worst)
-            mark = "  <--" if any(map(self.bad, mine)) else ""
+            mark = "  <--" if any(row.differs(self.bound) for row in mine) else ""
             lines.append(f"{place:<20}{len(mine):>8}{kernels:>9}{cells}{mark}")
         if self.dense is not None:
             equal = sum(value == 0 for value in self.dense.values())

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from dsv41_reference import accumulate, keep_weights
 
-from dsv41 import V41FlashConfig
+from dsv41 import V41FlashConfig, prepare
 from dsv41.cache import page_slots
 from dsv41.layers import V41Flash, V41State
 from tests import models
@@ -170,9 +170,10 @@ def run(
     return soak.counts
 
 
-def on_gpu(cfg: V41FlashConfig) -> V41Flash:
-    """The synthetic model of a config on the GPU, packed, its tables beside it."""
-    model = models.build(cfg).cuda().pack()
+def on_gpu(cfg: V41FlashConfig, drafter: bool = False) -> V41Flash:
+    """The synthetic model of a config on the GPU, packed and prepared, its tables beside it."""
+    prepare(cfg, max_requests=4, step_tokens=128, drafter=drafter)
+    model = models.build(cfg, drafter=drafter).cuda().pack()
     for layer in cfg.engram.layers:
         block: Any = model.layers[layer]
         store = block.engram.store

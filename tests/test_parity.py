@@ -69,5 +69,5 @@ def test_every_kernel_of_a_step_agrees_in_place():
         model(torch.tensor([3, 9], device="cuda"), state.lens.clone(), state, cu_seqlens=cu, max_len=1)
     assert all(row.kernel != "torch" for row in rows), parity.report(rows)
     bound = {"sparse_attn": ATTN_DISTANCE}
-    wrong = [r for r in rows if r.value > (bound.get(r.op, DOT_BF16) if r.floats else 0)]
+    wrong = [r for r in rows if r.differs(bound.get(r.op, DOT_BF16))]
     assert not wrong, parity.report(wrong)

@@ -19,6 +19,7 @@ from .linear import (
     grouped_linear,
     grouped_linear_scratch,
     linear,
+    linear_scratch,
     pack_linear,
 )
 from .moe import mxfp4_moe, mxfp4_moe_scratch, pack_experts
@@ -47,6 +48,7 @@ __all__ = [
     "index_topk",
     "index_topk_scratch",
     "linear",
+    "linear_scratch",
     "markov_bias",
     "mhc_boundary",
     "mhc_collapse",

@@ -32,6 +32,6 @@ def grouped_linear(
     out.copy_(bf16(matmul(x.transpose(0, 1), stacked)).transpose(0, 1))
 
 
-def linear(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+def linear(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> None:
     """Reference of ``dsv41.ops.linear``."""
     out.copy_(narrow(matmul(x, w), out.dtype))

@@ -9,7 +9,7 @@ from dsv41_reference.quant import coarsen_mxfp8, e8m0_decode
 
 from dsv41._op import use
 from dsv41.formats import E8M0, MXFP8, FP8Tiles, quantize_mxfp8
-from dsv41.ops import block_linear, block_linear_scratch, grouped_linear, linear, pack_linear
+from dsv41.ops import block_linear, block_linear_scratch, grouped_linear, linear, linear_scratch, pack_linear
 from dsv41.ops._tilelang import HERE, device_source
 from dsv41.parity import distance
 from tests.tools import triton_interp
@@ -188,6 +188,51 @@ def test_interpreted_coarser_rows_are_the_reference():
     assert not got_scale[:, 21:].any()
 
 
+def interpreted_linear(x, w, dtype, edit=None):
+    """The launches of `linear` in the interpreter, over scratch of NaN."""
+    kernels = triton_interp.interpret("dsv41.ops.linear.triton_cuda", edit)
+    out = torch.full((x.shape[0], w.shape[0]), torch.nan, dtype=dtype)
+    kernels.linear(x, w, out, torch.full((linear_scratch(*out.shape, x.shape[1]),), 255, dtype=torch.uint8))
+    return out
+
+
+@pytest.mark.skipif(not triton_interp.available(), reason="needs triton")
+@pytest.mark.parametrize("tokens, features, k", [(5, 70, 1100), (130, 200, 600), (3, 64, 96), (17, 1, 520)])
+def test_interpreted_linear_is_the_reference(tokens, features, k):
+    """In shares of k and without, rows with a stride, every order the same bits, a NaN in its row."""
+    torch.manual_seed(0)
+    x, w = torch.randn(tokens, k + 8).bfloat16()[:, :k], torch.randn(features, k).bfloat16()
+    for dtype in (torch.float32, torch.bfloat16):
+        got = interpreted_linear(x, w, dtype)
+        assert distance(got, linear(x, w, dtype=dtype)) < 1e-11
+        assert torch.equal(interpreted_linear(x[:2], w, dtype), got[:2])
+        whole = interpreted_linear(
+            x, w, dtype, {"rows, columns, split = ": "split, (rows, columns, _) = False, "}
+        )
+        assert torch.equal(whole, got)
+    x[1, 3] = torch.nan
+    got = interpreted_linear(x, w, torch.float32)
+    assert got[1].isnan().all() and not got[torch.arange(tokens) != 1].isnan().any()
+
+
+LINEAR_FAULTS = {
+    "one share": ("begin = tl.program_id(2) * share if SPLIT else 0", "begin = 0"),
+    "next feature": ("tl.minimum(row, features - 1)", "tl.minimum(row + 1, features - 1)"),
+    "past k": ("inside = at + lane < k", "inside = at + lane < k + 64"),
+    "next token": ("token = tl.program_id(0) * TOKENS", "token = 1 + tl.program_id(0) * TOKENS"),
+    "shares from the second on": ("for share in range(shares)", "for share in range(1, shares)"),
+}
+
+
+@pytest.mark.skipif(not triton_interp.available(), reason="needs triton")
+@pytest.mark.parametrize("fault", LINEAR_FAULTS)
+def test_faults_of_linear_are_seen(fault):
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 1100).bfloat16()[:, :1030], torch.randn(70, 1100).bfloat16()[:, :1030]
+    got = interpreted_linear(x, w, torch.float32, dict([LINEAR_FAULTS[fault]]))
+    assert not distance(got, linear(x, w, dtype=torch.float32)) < 1e-11
+
+
 def rows_of(x, n):
     return MXFP8(x.values[:n], x.scale[:n]) if isinstance(x, MXFP8) else x[:n]
 
@@ -230,6 +275,5 @@ def test_gpu(name, tokens):
     first[row] = kept
     others = torch.arange(tokens, device="cuda") != row
     assert nan[row].isnan().any() and torch.equal(nan[others], got[others])
-    if name != "linear":  # the library chooses by the number of rows
-        full = call(rows_of(wide, 128 if tokens <= 128 else 4096))
-        assert torch.equal(full[:tokens], got)
+    full = call(rows_of(wide, 128 if tokens <= 128 and name != "linear" else 4096))
+    assert torch.equal(full[:tokens], got)

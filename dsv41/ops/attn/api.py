@@ -5,7 +5,17 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, check, check_sizes, check_tensor, check_values, output, workspace
+from ..._op import (
+    Kernel,
+    Op,
+    check,
+    check_sizes,
+    check_tensor,
+    check_values,
+    output,
+    tiling_tokens,
+    workspace,
+)
 from ...cache import PagedKV
 from ..norm_rope.api import check_rope_table
 
@@ -24,7 +34,8 @@ def num_splits_for(num_tokens: int, num_heads: int, window: int, compressed: int
         The fewest parts that give the blocks of a small batch the same tiles each; 1 for larger batches.
     """
     tiles = max(1, -(-window // TILE) + -(-compressed // TILE))
-    most = min(tiles, max(1, BLOCKS // max(1, num_tokens * -(-num_heads // TILE))))
+    rows = max(1, tiling_tokens(num_tokens)) * -(-num_heads // TILE)
+    most = min(tiles, max(1, BLOCKS // rows))
     return -(-tiles // -(-tiles // most))
 
 

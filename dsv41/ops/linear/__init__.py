@@ -4,6 +4,7 @@ from .api import (
     grouped_linear,
     grouped_linear_scratch,
     linear,
+    linear_scratch,
     pack_linear,
 )
 
@@ -13,5 +14,6 @@ __all__ = [
     "grouped_linear",
     "grouped_linear_scratch",
     "linear",
+    "linear_scratch",
     "pack_linear",
 ]

@@ -5,7 +5,18 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, Parts, check, check_sizes, check_tensor, output, parts_bytes, workspace
+from ..._op import (
+    Kernel,
+    Op,
+    Parts,
+    check,
+    check_sizes,
+    check_tensor,
+    output,
+    parts_bytes,
+    tiling_tokens,
+    workspace,
+)
 from ...formats import MXFP8, FP8Tiles, fold_tiles
 from ..quant.api import check_scales, mxfp8_operand
 
@@ -49,7 +60,7 @@ def _npu_groups(x: Any, w: Any, w_scale: Any, out: Any, scratch: Any) -> str | N
     return _unaligned(w=w, w_scale=w_scale)
 
 
-def _npu_plain(x: Any, w: Any, out: Any) -> str | None:
+def _npu_plain(x: Any, w: Any, out: Any, scratch: Any) -> str | None:
     return "in must be a multiple of 128" if x.shape[1] % 128 else _unaligned(x=x, w=w, out=out)
 
 
@@ -78,14 +89,20 @@ _GROUPED = Op(
     ),
 )
 _LINEAR = Op(
-    "linear(Tensor x, Tensor w, Tensor(a!) out) -> ()",
+    "linear(Tensor x, Tensor w, Tensor(a!) out, Tensor(b!) scratch) -> ()",
     reference="dsv41_reference.linear:linear",
     package=__package__,
     kernels=(
+        Kernel("triton_cuda", "cuda", needs=("triton",)),
         Kernel("torch_cuda", "cuda"),
         Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_npu_plain),
     ),
 )
+
+
+def few(tokens: int) -> bool:
+    """Whether a call is of the class of few tokens: the other order of sums."""
+    return tiling_tokens(tokens) <= 128
 
 
 def num_splits(tokens: int, features: int, k: int) -> int:
@@ -93,7 +110,7 @@ def num_splits(tokens: int, features: int, k: int) -> int:
 
     A pure function of (features, k) in each of the two classes, at most 128 tokens and more.
     """
-    if tokens > 128:
+    if not few(tokens):
         return 1
     tiles, blocks = -(-features // 128), max(1, -(-k // 128))
 
@@ -111,7 +128,7 @@ def scratch_parts(tokens: int, features: int, k: int, numerics: str) -> Parts:
     """The scratch of a call: activations of many tokens in bf16 ("exact") or coarser ones and their scales
     ("fp8"), neither for "bf16" ones, and the sums of the shares of k.
     """
-    wide = tokens if numerics == "exact" and tokens > 128 else 0
+    wide = 0 if numerics != "exact" or few(tokens) else tokens
     coarse = tokens if numerics == "fp8" else 0
     splits = num_splits(tokens, features, k)
     return [
@@ -139,8 +156,8 @@ def block_linear_scratch(
     check_sizes(name, num_tokens=num_tokens)
     check_sizes(name, 1, out_features=out_features, in_features=in_features)
     check(numerics in ("exact", "fp8", "bf16"), name, "numerics: exact or fp8", numerics)
-    few = min(num_tokens, 128)  # the second class needs less than the end of the first
-    parts = [scratch_parts(n, out_features, in_features, numerics) for n in (num_tokens, few)]
+    most = min(num_tokens, 128)  # the second class needs less than the end of the first
+    parts = [scratch_parts(n, out_features, in_features, numerics) for n in (num_tokens, most)]
     return max(parts_bytes(parts[0]), parts_bytes(parts[1]))
 
 
@@ -254,8 +271,47 @@ def grouped_linear(
     return out
 
 
+TOKEN_TILES = (16, 32, 64, 128)  # tokens of a tile of `linear`
+
+
+def share_of(features: int, k: int) -> int:
+    """Values of k that `linear` adds up as one share: all where output tiles are many, else 512."""
+    return k if features >= 4096 else 512
+
+
+def linear_tile(tokens: int, features: int, k: int) -> tuple[int, int, bool]:
+    """Features and tokens of a tile, and whether shares of k have blocks of their own."""
+    rows = 128 if features >= 4096 else 64
+    columns = next((n for n in TOKEN_TILES if tokens <= n), TOKEN_TILES[-1])
+    tiles = -(-tokens // columns) * -(-features // rows)
+    return rows, columns, share_of(features, k) < k and tiles < 132
+
+
+def linear_parts(tokens: int, features: int, k: int) -> Parts:
+    """The scratch of a call of `linear`: sums of the shares of k."""
+    split = linear_tile(tokens, features, k)[2]
+    return [(torch.float32, (-(-k // share_of(features, k)) if split else 0, tokens, features))]
+
+
+def linear_scratch(num_tokens: int, out_features: int, in_features: int) -> int:
+    """Bytes of scratch that ``linear`` needs on an accelerator for at most ``num_tokens`` tokens.
+
+    A pure function of the sizes: f32 results of each 512 of ``in_features`` where output tiles are few.
+    """
+    check_sizes("linear_scratch", num_tokens=num_tokens)
+    check_sizes("linear_scratch", 1, out_features=out_features, in_features=in_features)
+    most = TOKEN_TILES[-1] * (131 // -(-out_features // 64))  # tokens of the last calls whose tiles are few
+    sizes = (min(num_tokens, n) for n in (*TOKEN_TILES, most))
+    return max(parts_bytes(linear_parts(n, out_features, in_features)) for n in sizes)
+
+
 def linear(
-    x: torch.Tensor, w: torch.Tensor, *, dtype: torch.dtype | None = None, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain linear with f32 accumulation: router, compressor, index projections, logits.
 
@@ -266,11 +322,13 @@ def linear(
         w: [out, in] bf16.
         dtype: output type, float32 or bfloat16 (default).
         out: [num_tokens, out] of that type to write into.
+        scratch: [bytes] uint8, at least ``linear_scratch(...)``; contents need no preparation.
 
     Returns:
         [num_tokens, out]; ``out`` itself when it was given.
 
-    Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run.
+    Contract: no host sync; graph-safe; allocates only what is None; the same bits on every
+        run, whatever other rows are in the call.
     Reference: dsv41_reference.linear.linear
     """
     check_tensor("linear", "w", w, (None, None), torch.bfloat16)
@@ -279,5 +337,6 @@ def linear(
     check(dtype in (torch.float32, torch.bfloat16), "linear", "dtype: float32 or bfloat16", dtype)
     shape = (x.shape[0], w.shape[0])
     out = output("linear", out, shape, dtype, x)
-    _LINEAR(x, w, out)
+    size = parts_bytes(linear_parts(*shape, x.shape[1]))
+    _LINEAR(x, w, out, workspace("linear", scratch, size, x))
     return out

@@ -7,7 +7,7 @@ import torch
 
 from ..._op import compiled, split_scratch
 from .._tilelang import build, device_source
-from .api import num_splits, scratch_parts
+from .api import few, num_splits, scratch_parts
 
 SMS = 132  # blocks of the persistent product; any number is right
 THREADS = 256
@@ -232,7 +232,7 @@ def block_linear(x, x_scale, w, w_scale, numerics, out, scratch):
     splits = num_splits(tokens, features, k)
     wide, values, scale, parts = split_scratch(scratch, scratch_parts(tokens, features, k, numerics))
     x, w = x.view(torch.uint8), w.view(torch.uint8)
-    if numerics == "exact" and tokens > 128:
+    if numerics == "exact" and not few(tokens):
         _expand(arch)(x, x_scale, wide)
         product = _grouped(choose_tile(tokens, features), arch)
         product(wide.view(torch.uint8), w, w_scale, out.view(tokens, 1, features), parts, 1)

@@ -55,7 +55,7 @@ def grouped_linear(x, w, w_scale, out, scratch):
         _group(rank, k)(x[:, g], weights, codes, owner, out[:, g])
 
 
-def linear(x, w, out):
+def linear(x, w, out, scratch):
     """Launch of ``dsv41.ops.linear``."""
     if out.numel():
         _plain(*w.shape, str(out.dtype).removeprefix("torch."))(x, w, out)

@@ -25,7 +25,7 @@ def block_linear(x, x_scale, w, w_scale, numerics, out, scratch):
     if numerics == "fp8":
         unpack = from_fp8_tiles
         x, x_scale = coarsen_mxfp8(x, x_scale)
-    linear(from_mxfp8(x, x_scale).bfloat16(), unpack(w, w_scale).bfloat16(), out)
+    linear(from_mxfp8(x, x_scale).bfloat16(), unpack(w, w_scale).bfloat16(), out, None)
 
 
 def grouped_linear(x, w, w_scale, out, scratch):
@@ -36,7 +36,7 @@ def grouped_linear(x, w, w_scale, out, scratch):
         torch.bmm(x.transpose(0, 1), weights.transpose(1, 2), out=out.transpose(0, 1))
 
 
-def linear(x, w, out):
+def linear(x, w, out, scratch):
     """``dsv41.ops.linear``."""
     if 0 in (*x.shape, *w.shape):
         out.zero_()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import tilelang.language as T
 import torch
 
-from ..._op import compiled, split_scratch
+from ..._op import compiled, split_scratch, tiling_tokens
 from .._tilelang import HERE, build, device_source
 from .api import read_layout, scratch_parts
 
@@ -35,6 +35,11 @@ class Shape(NamedTuple):
         return tuple(sorted({n * each // (2 if n * each > 64 and n % 16 == 0 else 1) for n in self.widths}))
 
     @property
+    def one_launch(self) -> bool:
+        """Whether both products are one launch."""
+        return self.tokens == "Split"
+
+    @property
     def folded(self) -> bool:
         """Whether weights carry their scales into the product."""
         return self.tokens not in ("Native", "Bf16")
@@ -43,26 +48,27 @@ class Shape(NamedTuple):
 SHAPES = {
     "native": Shape((8, 16, 24, 32), 2, "Native"),
     "bf16": Shape((72, 128), 1, "Bf16"),
-    "decode": Shape((8, 16, 24, 32), 2, "Split"),
+    "decode": Shape((8, 16, 24, 32), 1, "Split"),
     "middle": Shape((24, 32, 40), 1, "Split"),
     "fp8": Shape((48, 64, 80), 1, "Coarse"),
 }
+PARTS = ("moe", "stream")  # of the sources here
 WGMMA = ("e4m3_rs", "bf16_rs", "e5m2_rs", "e5m2e4m3_rs")  # a source names them all
 
 
 def _source(shape: Shape) -> str:
     macro = "#define DSV41_WIDTHS(X) " + " ".join(f"X({n})" for n in shape.widths) + "\n"
-    files = (HERE / "weights_gemm.cuh", Path(__file__).parent / "mxfp4_moe.cuh")
+    files = (HERE / "weights_gemm.cuh", *(Path(__file__).parent / f"mxfp4_{n}.cuh" for n in PARTS))
     return macro + device_source(*files, wgmma=dict.fromkeys(WGMMA, shape.columns))
 
 
 def _shared_bytes(k: int, shape: Shape) -> int:
-    """`Layout::BYTES` of weights_gemm.cuh."""
+    """`Layout::BYTES` of weights_gemm.cuh, or `Stream::BYTES` of mxfp4_stream.cuh."""
     rows, blocks = shape.widths[-1], 4 // shape.k_groups
     row = {"Native": 128 + 16, "Bf16": 256, "Split": 256 + 4, "Coarse": 128 + 4}[shape.tokens]
     stage = -(-(rows * row + blocks * (4096 + 256)) // 1024) * 1024
     rest = (rows * 512 if shape.k_groups > 1 else 0) + 4096 + 12 * blocks * rows + 256
-    return min(12, (232448 - rest) // stage) * stage + rest
+    return min(12, (232448 - rest) // stage) * stage + rest + (640 if shape.one_launch else 0)
 
 
 @compiled
@@ -79,6 +85,7 @@ def _prepare(hidden, kind, arch):
         x_scale: T.Tensor((tokens, hidden // 32), T.uint8),
         begins: T.Tensor((bounds,), T.int32),
         order: T.Tensor((rows,), T.int32),
+        counts: T.Tensor((bounds,), T.int32),
         ready: T.Tensor((size,), T.uint8),
         ready_scale: T.Tensor((scales,), T.float32),
         unit: T.float32,
@@ -98,6 +105,7 @@ def _prepare(hidden, kind, arch):
                 unit,
                 begins.access_ptr("w"),
                 order.access_ptr("w"),
+                counts.access_ptr("w"),
                 ready.access_ptr("w"),
                 ready_scale.access_ptr("w"),
                 shared.access_ptr("rw"),
@@ -135,6 +143,65 @@ def _fold_inner(inter, kind, arch):
             )
 
     return build(fold_inner, arch)
+
+
+@compiled
+def _products(hidden, inter, name, arch):
+    shape = SHAPES[name]
+    source = _source(shape)
+    tokens, top_k, rows, scales = (T.dynamic(n) for n in ("tokens", "top_k", "rows", "scales"))
+    experts, bounds, size, inner_size = (T.dynamic(n) for n in ("experts", "bounds", "size", "inner_size"))
+    inner_scales = T.dynamic("inner_scales")
+
+    @T.prim_func
+    def products(
+        w13: T.Tensor((experts, 2 * inter, hidden // 2), T.uint8),
+        w13_scale: T.Tensor((experts, 2 * inter, hidden // 32), T.uint8),
+        w2: T.Tensor((experts, hidden, inter // 2), T.uint8),
+        w2_scale: T.Tensor((experts, hidden, inter // 32), T.uint8),
+        x: T.Tensor((size,), T.uint8),
+        x_scale: T.Tensor((scales,), T.float32),
+        begins: T.Tensor((bounds,), T.int32),
+        order: T.Tensor((rows,), T.int32),
+        weights: T.Tensor((tokens, top_k), T.float32),
+        inner: T.Tensor((inner_size,), T.uint8),
+        inner_scale: T.Tensor((inner_scales,), T.float32),
+        out: T.Tensor((rows, hidden), T.bfloat16),
+        counts: T.Tensor((bounds,), T.int32),
+        base: T.int32,
+        base2: T.int32,
+        unit2: T.float32,
+        limit: T.float32,
+    ):
+        with T.Kernel(SMS, threads=640) as _:
+            T.import_source(source)
+            shared = T.alloc_shared((_shared_bytes(hidden, shape),), T.uint8)
+            T.call_extern(
+                "handle",
+                f"moe::products<{hidden}, {inter}, {shape.widths[-1]}>",
+                w13.access_ptr("r"),
+                w13_scale.access_ptr("r"),
+                w2.access_ptr("r"),
+                w2_scale.access_ptr("r"),
+                x.access_ptr("r"),
+                x_scale.access_ptr("r"),
+                begins.access_ptr("r"),
+                order.access_ptr("r"),
+                weights.access_ptr("r"),
+                experts,
+                top_k,
+                base,
+                base2,
+                unit2,
+                limit,
+                inner.access_ptr("rw"),
+                inner_scale.access_ptr("rw"),
+                out.access_ptr("w"),
+                counts.access_ptr("rw"),
+                shared.access_ptr("rw"),
+            )
+
+    return build(products, arch)
 
 
 @compiled
@@ -254,7 +321,7 @@ def _combine(hidden, top_k, with_shared, arch):
 
 def choose_shape(tokens: int, top_k: int, experts: int, numerics: str) -> str:
     """The tiling of a call, by its sizes only."""
-    rows = tokens * top_k
+    rows = tiling_tokens(tokens) * top_k
     if numerics == "plain":  # weights that do not fold
         return "native" if rows <= 16 * experts else "bf16"
     if rows <= 16 * experts:
@@ -268,11 +335,10 @@ def variants(cfg):
     """Every build that a model of this configuration needs."""
     for kind in dict.fromkeys(shape.tokens for shape in SHAPES.values()):
         yield _prepare, (cfg.hidden, kind, "sm_90a")
-    for kind in ("Split", "Coarse"):
-        yield _fold_inner, (cfg.inter, kind, "sm_90a")
-    for name in SHAPES:
-        yield _gate_up, (cfg.hidden, cfg.inter, name, "sm_90a")
-        yield _down, (cfg.hidden, cfg.inter, name, "sm_90a")
+    yield _fold_inner, (cfg.inter, "Coarse", "sm_90a")
+    for name, shape in SHAPES.items():
+        for builder in (_products,) if shape.one_launch else (_gate_up, _down):
+            yield builder, (cfg.hidden, cfg.inter, name, "sm_90a")
     for with_shared in (False, True):
         for top_k in sorted({cfg.top_k, cfg.draft.top_k}):
             yield _combine, (cfg.hidden, top_k, with_shared, "sm_90a")
@@ -313,24 +379,30 @@ def launch(
 ):
     """The launches with a tiling of ``SHAPES``."""
     (tokens, top_k), hidden, inter = expert_ids.shape, out.shape[1], w13.shape[1] // 2
-    begins, order, ready, ready_scale, inner, inner_scale, assigned = parts
+    begins, order, counts, ready, ready_scale, inner, inner_scale, assigned = parts
     shape, arch, values = SHAPES[tile], "sm_90a", x.view(torch.uint8).view(-1)
     ready, inner = ready.view(torch.uint8).view(-1), inner.view(torch.uint8).view(-1)
     ready_scale, inner_scale, rows = ready_scale.view(-1), inner_scale.view(-1), order.shape[0]
     # Weights count from the code `base` on: a scale of an activation takes the rest of their size.
     (base, unit), (base2, unit2) = ((code, 2.0 ** (code - 127)) for code in bases)
     _prepare(hidden, shape.tokens, arch)(
-        expert_ids, values.view(tokens, hidden), x_scale, begins, order, ready, ready_scale, unit
+        expert_ids, values.view(tokens, hidden), x_scale, begins, order, counts, ready, ready_scale, unit
     )
-    operand = values if shape.tokens == "Native" else ready
-    # E4M3 on its way to a folded product waits where the second product's results will be.
-    made = assigned.view(torch.uint8).view(-1) if shape.folded else inner
-    made_scale = made[rows * inter :] if shape.folded else inner_scale.view(torch.uint8)
-    _gate_up(hidden, inter, tile, arch)(
-        w13, w13_scale, operand, ready_scale, begins, order, expert_weights, made, made_scale, base, limit
-    )
-    if shape.folded:
-        _fold_inner(inter, shape.tokens, arch)(made, made_scale, inner, inner_scale, rows, unit2)
-    _down(hidden, inter, tile, arch)(w2, w2_scale, inner, inner_scale, begins, order, assigned, base2)
+    if shape.one_launch:
+        _products(hidden, inter, tile, arch)(
+            w13, w13_scale, w2, w2_scale, ready, ready_scale, begins, order, expert_weights, inner,
+            inner_scale, assigned, counts, base, base2, unit2, limit,
+        )  # fmt: skip
+    else:
+        operand = values if shape.tokens == "Native" else ready
+        # E4M3 on its way to a folded product waits where the second product's results will be.
+        made = assigned.view(torch.uint8).view(-1) if shape.folded else inner
+        made_scale = made[rows * inter :] if shape.folded else inner_scale.view(torch.uint8)
+        _gate_up(hidden, inter, tile, arch)(
+            w13, w13_scale, operand, ready_scale, begins, order, expert_weights, made, made_scale, base, limit
+        )
+        if shape.folded:
+            _fold_inner(inter, shape.tokens, arch)(made, made_scale, inner, inner_scale, rows, unit2)
+        _down(hidden, inter, tile, arch)(w2, w2_scale, inner, inner_scale, begins, order, assigned, base2)
     extra = out if shared is None else shared
     _combine(hidden, top_k, shared is not None, arch)(expert_ids, assigned, extra, out, w13.shape[0])
