@@ -40,11 +40,11 @@ def emulate_moe(x, ids, weights, experts, limit, shape, shared=None):
         source = source.replace(*EDIT)
     scratch = torch.full((mxfp4_moe_scratch(tokens, top_k, n, hidden, inter),), 255, dtype=torch.uint8)
     parts = split_scratch(scratch, scratch_parts(tokens, top_k, n, hidden, inter))
-    begins, order, ready, ready_scale, inner, inner_scale, assigned = parts
+    begins, order, counts, ready, ready_scale, inner, inner_scale, assigned = parts
     values, scale = (t.view(torch.uint8) for t in quantize_mxfp8(x).flat())
     bases = read_layout(experts.layout)[1] if shape.folded else (127, 127)
     (base, unit), (base2, unit2) = ((code, 2.0 ** (code - 127)) for code in bases)
-    args = [ids, values, scale, tokens, top_k, n, unit, begins, order, ready, ready_scale, SHARED]
+    args = [ids, values, scale, tokens, top_k, n, unit, begins, order, counts, ready, ready_scale, SHARED]
     kind = f"gemm::{shape.tokens}"
     emulate(source, f"moe::prepare<{hidden}, {kind}>", args, grid=n + 2, threads=256, shared_bytes=64)
     w13, w13_scale, w2, w2_scale, _ = experts.flat()
@@ -59,29 +59,38 @@ def emulate_moe(x, ids, weights, experts, limit, shape, shared=None):
         "shared_bytes": 227 * 1024,
         "uninitialised": "allow",
     }
-    operand = values if shape.tokens == "Native" else ready
-    emulate(
-        source,
-        f"moe::gate_up<{hidden}, {inter}, {shape.template}>",
-        [w13, w13_scale, operand, ready_scale, begins, order, weights, n, top_k, base, float(limit),
-         made, made_scale, SHARED],
-        **launch,
-    )  # fmt: skip
-    if shape.folded:
-        rows = tokens * top_k
+    if shape.one_launch:
         emulate(
             source,
-            f"moe::fold_inner<{inter}, {kind}>",
-            [made, made_scale, rows, unit2, inner, inner_scale],
-            grid=-(-rows * (inter // 16) // 256),
-            threads=256,
+            f"moe::products<{hidden}, {inter}, {shape.widths[-1]}>",
+            [w13, w13_scale, w2, w2_scale, ready, ready_scale, begins, order, weights, n, top_k, base, base2,
+             unit2, float(limit), inner, inner_scale, assigned, counts, SHARED],
+            **launch,
+        )  # fmt: skip
+    else:
+        operand = values if shape.tokens == "Native" else ready
+        emulate(
+            source,
+            f"moe::gate_up<{hidden}, {inter}, {shape.template}>",
+            [w13, w13_scale, operand, ready_scale, begins, order, weights, n, top_k, base, float(limit),
+             made, made_scale, SHARED],
+            **launch,
+        )  # fmt: skip
+        if shape.folded:
+            rows = tokens * top_k
+            emulate(
+                source,
+                f"moe::fold_inner<{inter}, {kind}>",
+                [made, made_scale, rows, unit2, inner, inner_scale],
+                grid=-(-rows * (inter // 16) // 256),
+                threads=256,
+            )
+        emulate(
+            source,
+            f"moe::down<{hidden}, {inter}, {shape.template}>",
+            [w2, w2_scale, inner, inner_scale, begins, order, n, base2, assigned, SHARED],
+            **launch,
         )
-    emulate(
-        source,
-        f"moe::down<{hidden}, {inter}, {shape.template}>",
-        [w2, w2_scale, inner, inner_scale, begins, order, n, base2, assigned, SHARED],
-        **launch,
-    )
     out = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
     emulate(
         source,
@@ -96,7 +105,7 @@ def emulate_moe(x, ids, weights, experts, limit, shape, shared=None):
 SHAPES = {
     "native": Shape((8, 16), 2, "Native"),
     "bf16": Shape((8, 16), 1, "Bf16"),
-    "exact, few rows": Shape((8, 16), 2, "Split"),
+    "exact, few rows": Shape((8, 16), 1, "Split"),
     "exact": Shape((8, 48), 1, "Split"),  # more than 64 columns take two turns
     "fp8": Shape((16, 80), 1, "Coarse"),
 }
@@ -168,6 +177,10 @@ MISTAKES = {  # shape, text of the sources, what it becomes
     "maxima of one warp": ("bf16", "for (int w = 1; w < 4; ++w) amax", "for (int w = 1; w < 1; ++w) amax"),
     "order of k": ("bf16", "4 * (feature & 2)", "2 * (feature & 2)"),
     "row of the wrong token": ("bf16", "__ldg(order + position) / top_k", "__ldg(order + position) % top_k"),
+    "scale of the own features only": ("exact", "all = __hmax2(all, amax);", "all = own;"),
+    "halves of inner rows swapped": ("exact", "__byte_perm(pair, 0, 0x4420)", "__byte_perm(pair, 0, 0x4431)"),
+    "inner rows not waited for": ("exact, few rows", "hopper::wait_for_count(done, wanted);", ""),
+    "copies kept in hand": ("exact, few rows", "; pending; --pending, landed", "; 0; --pending, landed"),
     "released too early": (
         "native", "hopper::wgmma_wait<0>();\n      hopper::keep(part[(q - 1) & 1]);",
         "hopper::keep(part[(q - 1) & 1]);",
@@ -184,7 +197,7 @@ def test_planted_mistakes_are_seen(mistake, monkeypatch):
     # More rows an expert than one turn of a tile takes, where turns are looked at.
     x, ids, weights = case("one expert" if SHAPES[name].k_groups == 1 else "ragged")
     want = mxfp4_moe(x, ids, weights, plain(experts, SHAPES[name]), limit=1.0)
-    assert old in device_source(HERE / "weights_gemm.cuh", SOURCE)
+    assert old in device_source(HERE / "weights_gemm.cuh", SOURCE, SOURCE.with_name("mxfp4_stream.cuh"))
     monkeypatch.setattr(f"{__name__}.EDIT", (old, new))
     try:
         got = emulate_moe(x, ids, weights, pack_experts(clone(experts)), 1.0, SHAPES[name])
@@ -274,7 +287,7 @@ def test_plain_experts_are_refused_on_an_accelerator():
 
 
 def test_scratch_is_a_function_of_sizes():
-    assert mxfp4_moe_scratch(0, 6, 384, 5120, 2304) == 1792
+    assert mxfp4_moe_scratch(0, 6, 384, 5120, 2304) == 3584
     each = 2 * 5120 + 4 * 160 + 6 * (2 * 5120 + 2 * 2304 + 4 * 72 + 4)
     assert 0 <= mxfp4_moe_scratch(4096, 6, 48, 5120, 2304) - 4096 * each < 2048
 

@@ -153,6 +153,17 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Whether a counter in global memory is at `count`. What other blocks made visible before they counted (__threadfence,
+// then an atomic) is seen afterwards.
+__device__ __forceinline__ bool count_reached(const int* p, int count) {
+  int seen;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(p) : "memory");
+  return seen >= count;
+}
+__device__ __forceinline__ void wait_for_count(const int* p, int count) {
+  while (!count_reached(p, count)) __nanosleep(50);
+}
+
 // Instructions go above this line, with a twin in tests/tools/cuda_emu/emu_hopper.h; plain C++ goes below.
 }  // namespace hopper
 #endif  // DSV41_EMULATE

@@ -288,16 +288,16 @@ __device__ __forceinline__ void multiply_native(const L& smem, int group, int k_
 }
 
 // The same with folded weights: 128 k add up on the tensor cores, then the token's scale is applied in f32. Wide
-// tiles take two turns, for want of registers.
+// tiles take two turns, for want of registers. `blocks`: of 128 k.
 template <int N, int K_GROUPS, class L, class Format, class Tokens>
 __device__ __forceinline__ void multiply_folded(const L& smem, uint2 fold, int group, int k_group, int thread,
-                                                int position, float (&acc)[N / 2]) {
+                                                int position, int blocks, float (&acc)[N / 2]) {
   constexpr int COLUMNS = Tokens::COLUMNS, TURNS = N * COLUMNS > 64 && N % 16 == 0 ? 2 : 1, WIDE = N / TURNS;
   float part[WIDE * COLUMNS / 2] = {};
   uint32_t a[4][4];
   Ring<L::STAGES> ring(position + k_group);
 #pragma unroll 1
-  for (int block = k_group; block < L::K_BLOCKS; block += K_GROUPS) {
+  for (int block = k_group; block < blocks; block += K_GROUPS) {
     int stage = ring.stage;
     hopper::barrier_wait(smem.full(stage), ring.phase);
     ring.advance(K_GROUPS);
@@ -347,7 +347,7 @@ __device__ __forceinline__ void finish_tile(const L& smem, uint2 fold, int group
   if (k_group == 0)
     for (int n = thread; n < tile.rows; n += 128) smem.notes(group)[n] = epilogue.note(tile.row + n);
   if constexpr (L::FOLDED)
-    multiply_folded<N, K_GROUPS, L, Format, Tokens>(smem, fold, group, k_group, thread, position, acc);
+    multiply_folded<N, K_GROUPS, L, Format, Tokens>(smem, fold, group, k_group, thread, position, L::K_BLOCKS, acc);
   else if constexpr (Tokens::SCALES > 0)
     multiply_native<N, K_GROUPS, L, Format>(smem, group, k_group, thread, position, acc);
   else

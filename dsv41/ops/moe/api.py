@@ -64,14 +64,15 @@ _MOE = Op(
 
 
 def scratch_parts(tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> Parts:
-    """The scratch of a call: first position of each expert, assignment of each position, the rows as the
-    product wants them (two bytes a value at most) and their scales, the inner activations and their scales,
-    and one output row an assignment.
+    """The scratch of a call: first position of each expert, assignment of each position, counters of tiles,
+    the rows as the product wants them (two bytes a value at most) and their scales, the inner activations
+    and their scales, and one output row an assignment.
     """
     rows = tokens * top_k
     return [
         (torch.int32, (experts + 1,)),
         (torch.int32, (rows,)),
+        (torch.int32, (experts + 1,)),
         (torch.bfloat16, (tokens, hidden)),
         (torch.float32, (tokens, hidden // 32)),
         (torch.bfloat16, (rows, inter)),

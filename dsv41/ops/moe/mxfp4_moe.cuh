@@ -67,6 +67,25 @@ __device__ __forceinline__ void expand(uint4 v, uint32_t code, uint4* out) {
     out[half] = make_uint4(pairs[half][0], pairs[half][1], pairs[half][2], pairs[half][3]);
 }
 
+__device__ __forceinline__ float2 from_e4m3(uint32_t pair) {
+  __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
+  __half2 half;
+  memcpy(&half, &raw, 4);
+  return __half22float2(half);
+}
+// Two values as sums of two E5M2, which has two bits of the mantissa's three: the upper ones, and the `lower`.
+__device__ __forceinline__ uint32_t split(float2 f, uint32_t& lower) {
+  float2 high = make_float2(__uint_as_float(__float_as_uint(f.x) & 0xFFE00000u),
+                            __uint_as_float(__float_as_uint(f.y) & 0xFFE00000u));
+  lower = __nv_cvt_float2_to_fp8x2(make_float2(f.x - high.x, f.y - high.y), __NV_SATFINITE, __NV_E5M2);
+  return __nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, __NV_E5M2);
+}
+constexpr int SPLIT_SHIFT = 7;  // 448 * 2^7 is E5M2's largest: E4M3 values are moved there before they are split
+constexpr float SPLIT_UNIT = 0.0078125f;  // 2^-7
+__device__ __forceinline__ float power_of(int e) {  // 2^e, or 0
+  return __uint_as_float(static_cast<uint32_t>(max(127 + e, 0)) << 23);
+}
+
 // Sixteen values of an MXFP8 row for folded products: relative to the largest of the four scales of their 128, as
 // E4M3 (values below its normal numbers are rounded) or as sums of two E5M2. `i` counts sixteens; the scale of a 128
 // is multiplied by `unit`.
@@ -76,8 +95,8 @@ __device__ __forceinline__ void fold_16(const uint8_t* values, const uint8_t* co
   constexpr bool SPLIT = Tokens::COLUMNS == 2;
   uint32_t four = __ldg(reinterpret_cast<const uint32_t*>(codes) + (i >> 3));
   int top = max(max(four & 0xFF, four >> 8 & 0xFF), max(four >> 16 & 0xFF, four >> 24));
-  int shift = static_cast<int>(four >> 8 * (i >> 1 & 3) & 0xFF) - top + (SPLIT ? 7 : 0);  // 448 * 2^7 is E5M2's largest
-  float scale = __uint_as_float(static_cast<uint32_t>(max(127 + shift, 0)) << 23);
+  int shift = static_cast<int>(four >> 8 * (i >> 1 & 3) & 0xFF) - top + (SPLIT ? SPLIT_SHIFT : 0);
+  float scale = power_of(shift);
   uint4 v = __ldg(reinterpret_cast<const uint4*>(values) + i);
   uint32_t words[4] = {v.x, v.y, v.z, v.w}, upper[4] = {}, lower[4] = {};
   if (!SPLIT && shift == 0) {
@@ -85,34 +104,31 @@ __device__ __forceinline__ void fold_16(const uint8_t* values, const uint8_t* co
   } else {
 #pragma unroll
     for (int e = 0; e < 16; e += 2) {
-      __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(words[e / 4] >> 8 * (e & 2) & 0xFFFF, __NV_E4M3);
-      __half2 half;
-      memcpy(&half, &raw, 4);
-      float2 f = __half22float2(half), low;
+      float2 f = from_e4m3(words[e / 4] >> 8 * (e & 2) & 0xFFFF);
       f.x *= scale, f.y *= scale;
-      if (SPLIT) {  // E5M2 has two bits of the mantissa's three
-        float2 high = make_float2(__uint_as_float(__float_as_uint(f.x) & 0xFFE00000u),
-                                  __uint_as_float(__float_as_uint(f.y) & 0xFFE00000u));
-        low = make_float2(f.x - high.x, f.y - high.y), f = high;
-        lower[e / 4] |= __nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, __NV_E5M2) << 8 * (e & 2);
-      }
-      upper[e / 4] |= __nv_cvt_float2_to_fp8x2(f, __NV_SATFINITE, SPLIT ? __NV_E5M2 : __NV_E4M3) << 8 * (e & 2);
+      uint32_t low = 0, high = SPLIT ? split(f, low) : __nv_cvt_float2_to_fp8x2(f, __NV_SATFINITE, __NV_E4M3);
+      upper[e / 4] |= high << 8 * (e & 2), lower[e / 4] |= low << 8 * (e & 2);
     }
   }
   uint4* to = static_cast<uint4*>(out);
   int64_t at = SPLIT ? (i >> 3) * 16 + (i & 7) : i;
   to[at] = make_uint4(upper[0], upper[1], upper[2], upper[3]);
   if (SPLIT) to[at + 8] = make_uint4(lower[0], lower[1], lower[2], lower[3]);
-  if ((i & 7) == 0) out_scale[i >> 3] = power(top) * (SPLIT ? unit * 0.0078125f : unit);
+  if ((i & 7) == 0) out_scale[i >> 3] = power(top) * (SPLIT ? unit * SPLIT_UNIT : unit);
 }
 
 // `rows`, `row_scales`: the rows as the products want them. Native products take the given values, with their scales
-// as floats [tokens, HIDDEN / 32]; folded ones have scales [tokens, HIDDEN / 128], multiplied by `unit`.
+// as floats [tokens, HIDDEN / 32]; folded ones have scales [tokens, HIDDEN / 128], multiplied by `unit`. `counts`
+// [experts + 1] become 0.
 template <int HIDDEN, class Tokens>
 __device__ __forceinline__ void prepare(const int* ids, const uint8_t* x, const uint8_t* x_scale, int tokens,
-                                        int top_k, int experts, float unit, int* begins, int* order, void* rows,
-                                        float* row_scales, uint8_t* shared) {
+                                        int top_k, int experts, float unit, int* begins, int* order, int* counts,
+                                        void* rows, float* row_scales, uint8_t* shared) {
   if (blockIdx.x < experts) {
+    if (threadIdx.x == 0) {
+      counts[blockIdx.x] = 0;
+      if (blockIdx.x == 0) counts[experts] = 0;
+    }
     group(ids, tokens * top_k, experts, begins, order, reinterpret_cast<int*>(shared));
     return;
   }

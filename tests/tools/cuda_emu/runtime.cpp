@@ -139,6 +139,10 @@ void yield_now() {
   block("its turn", [first]() mutable { return first ? (first = false) : true; });
 }
 
+void wait_for_count(const int* p, int count) {
+  block("a count of " + std::to_string(count) + " in global memory", [p, count] { return *p >= count; });
+}
+
 const Meeting& meet(uint32_t mask, const char* what, uint64_t value) {
   const int warp = warp_of(current), l = lane();
   const int live = std::min<int>(32, static_cast<int>(threads.size()) - warp * 32);

@@ -22,6 +22,7 @@ int lane();
 void sync_block(const char* what, int id, int count, bool blocking);
 int sync_count(int predicate, int* all);
 void yield_now();
+void wait_for_count(const int* p, int count);
 
 // Explicit checks of accesses that the compiler's instrumentation does not see.
 void touch(const void* p, size_t bytes, bool write);

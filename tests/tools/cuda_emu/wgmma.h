@@ -84,6 +84,7 @@ void wgmma_commit() {
 void wgmma_wait(int pending) {
   Thread& t = me();
   if (t.wgmma_open) fail("wgmma_wait before wgmma_commit");
+  meet(~0u, "wgmma_wait", 0);  // of a whole warp: what lanes did before is done
   const int done = t.wgmma_group - pending;  // groups below this one are complete
   for (auto p = t.products.begin(); p != t.products.end();) {
     if (p->group >= done) {
