@@ -152,9 +152,10 @@ def _combine(
 
 def exchange_plan(slots, num_ranks, slots_per_rank, capacity, place, source, counts):
     """Launch of ``dsv41.ops.exchange_plan``."""
+    wide = 4 if slots.numel() > CHUNK else 1  # a program looks at all pairs, one chunk after the other
     _plan[(num_ranks + 1,)](
-        slots, slots.numel(), place, source, counts,
-        RANKS=num_ranks, PER_RANK=slots_per_rank, CAPACITY=capacity, CHUNK=CHUNK, num_warps=4,
+        slots, slots.numel(), place, source, counts, RANKS=num_ranks, PER_RANK=slots_per_rank,
+        CAPACITY=capacity, CHUNK=wide * CHUNK, num_warps=wide * 4,
     )  # fmt: skip
 
 
@@ -217,8 +218,8 @@ def exchange_combine(rows, place, shared, out):
 def variants(cfg):
     """``(kernel, signature, constants)`` for compilation ahead of time."""
     names = {"slots": "*i32", "count": "i32", "place": "*i32", "source": "*i32", "counts": "*i64"}
-    for capacity in (0, 128):
-        yield _plan, (names, {"RANKS": 8, "PER_RANK": 49, "CAPACITY": capacity, "CHUNK": CHUNK})
+    for capacity, chunk in ((0, 4 * CHUNK), (128, CHUNK)):
+        yield _plan, (names, {"RANKS": 8, "PER_RANK": 49, "CAPACITY": capacity, "CHUNK": chunk})
     sizes = _sizes(cfg.hidden)
     record = (16 + cfg.hidden + cfg.hidden // 32 + 15) // 16 * 4
     names = {"x": "*i32", "x_stride": "i64", "scale": "*i32", "scale_stride": "i64", "weights": "*fp32"}
