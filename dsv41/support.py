@@ -72,7 +72,7 @@ def counts() -> dict[str, dict[str, int]]:
 
 def support_table(family: str | None = None) -> str:
     """Markdown: a row an op (of one folder of ``dsv41/ops``, or of all); a cell names the kernels that take
-    it on a target, each with what is known of it, or says why there is none.
+    it on a target, each with what is known of it, or says why there is none. That of all ends with counts.
     """
     lines = ["| op | CPU | " + " | ".join(TARGETS) + " |", "|---" * (len(TARGETS) + 2) + "|"]
     for name, op in sorted(ops().items()):
@@ -80,7 +80,16 @@ def support_table(family: str | None = None) -> str:
             continue
         cells = ["reference, run in CI", *(cell(name, target) for target in TARGETS.values())]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", LEGEND])
+    return "\n".join([*lines, "", LEGEND, *([] if family else ["", count_line()])])
+
+
+def count_line() -> str:
+    """How many ops have a kernel of which status on each target: `counts` as a sentence."""
+    parts = [
+        f"{name} {', '.join(f'{n} {kind}' for kind, n in numbers.items() if n)}"
+        for name, numbers in counts().items()
+    ]
+    return f"Of {len(ops())} ops, by the best that is known of a kernel: {'; '.join(parts)}."
 
 
 def refresh(text: str) -> str:
@@ -98,5 +107,4 @@ def documents() -> list[Path]:
 if __name__ == "__main__":
     for page in documents():
         page.write_text(refresh(page.read_text("utf-8")), "utf-8")
-    for name, numbers in counts().items():
-        print(f"{name}: " + ", ".join(f"{n} {kind}" for kind, n in numbers.items() if n))
+    print(count_line())
