@@ -138,6 +138,11 @@ def test_slots_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_refused(lambda: ops.sparse_attn(q, window, past, scale=1.0), message.format("window_ids"))
     two = (q, window, none, window, past)
     assert_refused(lambda: ops.sparse_attn(*two, scale=1.0), message.format("compressed_ids"))
+    twice = torch.tensor([[-1, 2, -1, 2]], dtype=torch.int32)
+    assert_refused(
+        lambda: ops.sparse_attn(q, window, twice, scale=1.0),
+        "window_ids: distinct in a row, got 2 twice in row 0",
+    )
 
 
 C, Q, N = cache("mxfp8", 4), torch.zeros(2, 1, DIM, dtype=BF16), torch.zeros(2, 1, dtype=torch.int32)

@@ -247,6 +247,11 @@ def sparse_attn(
             for row, column in wrong:
                 got = f"{int(ids[row, column])} in row {row}"
                 check(False, name, f"{label}_ids: -1 to {cache.num_slots - 1}", got)
+            ordered = ids.sort(1).values
+            twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()[:1].tolist()
+            for row, column in twice:
+                got = f"{int(ordered[row, column])} twice in row {row}"
+                check(False, name, f"{label}_ids: distinct in a row", got)
     if sink is not None:
         check_tensor(name, "sink", sink, (heads,), torch.float32, like=q)
     cos, sin = inverse_rope or (None, None)
