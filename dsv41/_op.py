@@ -356,8 +356,9 @@ def batch_invariant() -> Iterator[None]:
 
     Most ops hold that anyway. `block_linear`, `grouped_linear`, `mxfp4_moe` and `sparse_attn` choose the
     order of their sums by the number of tokens: here they take, for every call, the one of many tokens,
-    which is slower for few. Scratch functions follow the context; a graph keeps what it was captured
-    with. All threads of the process are in it.
+    which is slower for few; and `linear` takes a kernel with one order instead of a library's. Call
+    `prepare` inside too. Scratch functions follow the context; a graph keeps what it was captured with.
+    All threads of the process are in it.
     """
     global _invariant
     before, _invariant = _invariant, True
@@ -365,6 +366,11 @@ def batch_invariant() -> Iterator[None]:
         yield
     finally:
         _invariant = before
+
+
+def in_batch_invariant() -> bool:
+    """Whether the process is inside `batch_invariant`."""
+    return _invariant
 
 
 def tiling_tokens(tokens: int) -> int:

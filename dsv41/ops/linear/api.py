@@ -12,6 +12,7 @@ from ..._op import (
     check,
     check_sizes,
     check_tensor,
+    in_batch_invariant,
     output,
     parts_bytes,
     tiling_tokens,
@@ -60,6 +61,10 @@ def _npu_groups(x: Any, w: Any, w_scale: Any, out: Any, scratch: Any) -> str | N
     return _unaligned(w=w, w_scale=w_scale)
 
 
+def _library(*_: Any) -> str | None:
+    return "inside batch_invariant(): a library promises no order of sums" if in_batch_invariant() else None
+
+
 def _npu_plain(x: Any, w: Any, out: Any, scratch: Any) -> str | None:
     return "in must be a multiple of 128" if x.shape[1] % 128 else _unaligned(x=x, w=w, out=out)
 
@@ -93,8 +98,8 @@ _LINEAR = Op(
     reference="dsv41_reference.linear:linear",
     package=__package__,
     kernels=(
+        Kernel("torch_cuda", "cuda", supports=_library),
         Kernel("triton_cuda", "cuda", needs=("triton",)),
-        Kernel("torch_cuda", "cuda"),
         Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_npu_plain),
     ),
 )
@@ -328,7 +333,7 @@ def linear(
         [num_tokens, out]; ``out`` itself when it was given.
 
     Contract: no host sync; graph-safe; allocates only what is None; the same bits on every
-        run, whatever other rows are in the call.
+        run, and inside ``batch_invariant()`` whatever other rows are in the call.
     Reference: dsv41_reference.linear.linear
     """
     check_tensor("linear", "w", w, (None, None), torch.bfloat16)
