@@ -48,6 +48,24 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+PARTS = {
+    "formula": r"^    \S.* = ",
+    "guarantees": "^Guarantees: ",
+    "bytes": r"[Ll]ayout|bytes",
+    "example": "^```python",
+    "measured": "^## Measured",
+    "support": "<!-- support of ",
+    "API": r"automodule:: dsv41\.ops\.",
+}
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "ops").glob("*.md")), ids=lambda page: page.stem)
+def test_a_page_of_ops_has_all_its_parts(page: Path) -> None:
+    text = page.read_text("utf-8")
+    missing = [name for name, form in PARTS.items() if not re.search(form, text, re.M)]
+    assert not missing
+
+
 def test_support_tables_are_fresh() -> None:
     pages, families = support.documents(), set()
     for page in pages:
