@@ -24,6 +24,7 @@ NOBODY = [Target("cuda", 80), Target("cuda", 120), Target("cuda"), Target("rocm"
         ("mxfp4_moe", "deepgemm_cuda", "tilelang_npu"),
         ("sparse_attn", "flashmla_cuda", "tilelang_npu"),
         ("index_topk", "deepgemm_cuda", None),
+        ("verify_drafts", "triton_cuda", "torch_npu"),
     ],
 )
 def test_selection(op: str, sm100: str, npu: str | None) -> None:

@@ -30,6 +30,12 @@ def _one_pass(
     return _unsorted(logits, t, k, p)
 
 
+def _f32_logits(*args: Any) -> str | None:
+    """Ascend has no f64."""
+    f64 = any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in args)
+    return "f64 logits" if f64 else None
+
+
 def _not_f64(logits: torch.Tensor, bitmask: Any) -> str | None:
     return "f64 logits" if logits.dtype == torch.float64 else None
 
@@ -58,6 +64,7 @@ _VERIFY = Op(
     kernels=(
         Kernel("triton_cuda", "cuda", needs=("triton",), supports=_one_pass),
         Kernel("torch_cuda", "cuda"),
+        Kernel("torch_npu", "npu", needs=("torch_npu",), supports=_f32_logits),
     ),
 )
 _SAMPLE = Op(
@@ -68,6 +75,7 @@ _SAMPLE = Op(
     kernels=(
         Kernel("triton_cuda", "cuda", needs=("triton",), supports=_unsorted),
         Kernel("torch_cuda", "cuda"),
+        Kernel("torch_npu", "npu", needs=("torch_npu",), supports=_f32_logits),
     ),
 )
 _BITMASK = Op(
