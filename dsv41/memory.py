@@ -6,6 +6,7 @@ are counted. So a plan cannot drift from the code.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -198,7 +199,9 @@ def plan_memory(
     check(redundant <= most, name, what, redundant)
     check(slots % ep == 0, name, f"{slots} experts and copies that {ep} ranks share evenly", slots / ep)
     classes = TokenMap.synthetic(cfg.vocab_size, cfg.engram.num_classes, 0)
-    model = rank_model(cfg, classes, cfg.num_experts, cfg.draft.num_experts, drafter, _group(cfg, ep, slots))
+    model = rank_model(
+        cfg, classes, cfg.num_experts, cfg.draft.num_experts, drafter, rank_group(cfg, ep, slots)
+    )
     allocate = functools.partial(
         V41State.allocate, cfg, block=block, drafts=drafts, drafter=drafter, device="meta"
     )
@@ -206,7 +209,7 @@ def plan_memory(
     pages = -(-max_context // block) * block
     state = functools.partial(allocate, max_requests, min(pages, cfg.max_positions // block * block))
     _step(model, allocate(1, 0), 1, None, None)  # constants that a model makes once
-    decode = _decode_bytes(model, state, max_requests, drafts, drafter)
+    decode = decode_bytes(model, state, max_requests, drafts, drafter)
     request = state_bytes(allocate(1, 0))
     return MemoryPlan(
         device_bytes=device_bytes,
@@ -214,7 +217,7 @@ def plan_memory(
         weights={**weight_bytes(model), "tables of classes and experts": _table_bytes(model, classes)},
         engram=engram or ("host" if rows <= host_bytes else "disk"),
         engram_bytes=rows,
-        prefill=_prefill_bytes(model, state, step_tokens, max_requests),
+        prefill=prefill_bytes(model, state, step_tokens, max_requests),
         decode=decode,
         graphs=decode if graphs else 0,
         reserve=reserve,
@@ -244,7 +247,8 @@ class _Ranks:
         return lambda *_, **__: None  # everything else: wait, all_reduce, broadcast, ...
 
 
-def _group(cfg: V41FlashConfig, ep: int, slots: int) -> ExpertParallel | None:
+def rank_group(cfg: V41FlashConfig, ep: int, slots: int) -> ExpertParallel | None:
+    """The group of one of ``ep`` ranks of ``slots`` experts and copies; its other ranks do nothing."""
     if ep == 1 and slots == cfg.num_experts:
         return None
     row = torch.from_numpy(rebalance_experts(np.ones((1, cfg.num_experts)), slots, 1, 1, ep)[0])
@@ -370,20 +374,38 @@ class Allocations(TorchDispatchMode):
         self.now -= self._sizes.pop(key, 0)
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+class DeviceAllocations(contextlib.AbstractContextManager["DeviceAllocations"]):
+    """The ``peak`` of what a CUDA device allocates inside the context, beyond what there is before."""
+
+    peak = 0
+
+    def __enter__(self) -> "DeviceAllocations":
+        torch.cuda.reset_peak_memory_stats()
+        self._before = torch.cuda.memory_allocated()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.peak = torch.cuda.max_memory_allocated() - self._before
+
+
+def _counting(state: V41State) -> Allocations | DeviceAllocations:
+    return Allocations() if state.lens.is_meta else DeviceAllocations()
+
+
+def _zeros(state: V41State, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=state.lens.device)
 
 
 def _step(
     model: V41Flash, state: V41State, tokens: int, rows: int | None, inputs: torch.Tensor | None
 ) -> torch.Tensor:
     return model(
-        _meta(tokens),
-        _meta(tokens),
+        _zeros(state, tokens),
+        _zeros(state, tokens),
         state,
-        cu_seqlens=_meta(state.num_requests + 1),
+        cu_seqlens=_zeros(state, state.num_requests + 1),
         max_len=tokens if rows is not None else tokens // state.num_requests,
-        rows=None if rows is None else _meta(rows, dtype=torch.int64),
+        rows=None if rows is None else _zeros(state, rows, dtype=torch.int64),
         draft_inputs=inputs,
     )
 
@@ -395,37 +417,39 @@ def _room(model: V41Flash, tokens: int) -> None:
         model.ep.exchange.capacity = usual_capacity(tokens, top_k, ranks)
 
 
-def _inputs(model: V41Flash, tokens: int) -> torch.Tensor | None:
-    return None if model.mtp is None else _meta(tokens, model.mtp.input_width, dtype=torch.bfloat16)
+def _inputs(model: V41Flash, state: V41State, tokens: int) -> torch.Tensor | None:
+    if model.mtp is None:
+        return None
+    return _zeros(state, tokens, model.mtp.input_width, dtype=torch.bfloat16)
 
 
-def _prefill_bytes(model: V41Flash, make: Callable[[], V41State], tokens: int, requests: int) -> int:
+def prefill_bytes(model: V41Flash, make: Callable[[], V41State], tokens: int, requests: int) -> int:
     """A prefill step with one row of logits a request, and its drafter context."""
     state = make()
     _room(model, tokens)
-    with Allocations() as counted:
-        inputs = _inputs(model, tokens)
+    with _counting(state) as counted:
+        inputs = _inputs(model, state, tokens)
         logits = _step(model, state, tokens, min(requests, tokens), inputs)
         if model.mtp is not None and inputs is not None:
-            cu = _meta(state.num_requests + 1)
-            model.mtp.write_context(inputs, _meta(tokens), state, cu_seqlens=cu)
+            cu = _zeros(state, state.num_requests + 1)
+            model.mtp.write_context(inputs, _zeros(state, tokens), state, cu_seqlens=cu)
         del logits
     return counted.peak
 
 
-def _decode_bytes(
+def decode_bytes(
     model: V41Flash, make: Callable[[], V41State], requests: int, drafts: int, drafter: bool
 ) -> int:
     """A decode step with every draft: logits of all rows, then the drafter's context and block."""
     state, tokens = make(), requests * (1 + drafts if drafter else 1)
     _room(model, tokens)
-    with Allocations() as counted:
-        inputs = _inputs(model, tokens)
+    with _counting(state) as counted:
+        inputs = _inputs(model, state, tokens)
         logits = _step(model, state, tokens, None, inputs)
         if model.mtp is not None and inputs is not None:
-            cu = _meta(state.num_requests + 1)
-            model.mtp.write_context(inputs, _meta(tokens), state, cu_seqlens=cu)
-            block = model.mtp(_meta(requests, dtype=torch.int64), state)
+            cu = _zeros(state, state.num_requests + 1)
+            model.mtp.write_context(inputs, _zeros(state, tokens), state, cu_seqlens=cu)
+            block = model.mtp(_zeros(state, requests, dtype=torch.int64), state)
             del block
         del logits
     return counted.peak

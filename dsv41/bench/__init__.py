@@ -17,6 +17,7 @@ PARTS = {
     "eplb": "expert placements: imbalance, movement and planning time",
     "step": "prefill and decode of one EP8 rank's share, op by op against its roofline",
     "rows": "mHC, Engram, router and budget split on a CUDA device, beside DeepGEMM and TileKernels",
+    "memory": "what a rank's share allocates on a CUDA device, beside its plan",
     "index": "index scores and selection on a CUDA device, beside DeepGEMM and torch.topk",
 }
 
