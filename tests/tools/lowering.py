@@ -191,5 +191,6 @@ if __name__ == "__main__":
     for number, (kernel, _) in enumerate(all_variants(sys.argv[1], V41FlashConfig())):
         if sys.argv[2] == "90" or kernel not in seen:
             made = lower_triton(sys.argv[1], number, int(sys.argv[2]))
-            print(made.registers, made.spills, len(made.sass))
+            tcgen05 = made.has("UTCHMMA", "UTCQMMA")
+            print(made.registers, made.spills, len(made.sass), int(tcgen05), kernel.fn.__name__)
         seen.add(kernel)

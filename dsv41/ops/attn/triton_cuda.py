@@ -166,6 +166,22 @@ def _attend(
         )
 
 
+def variants(cfg):
+    """``(kernel, signature, constants)`` for compilation ahead of time; Triton builds by itself otherwise."""
+    own = ["q_row", "q_head", "out_row", "out_head", "cos_row", "sin_row"]
+    sets = [f"{s}_{part}" for s in ("window", "compressed") for part in ("stride", "ids_row")]
+    counts = [f"{s}_{part}" for s in ("window", "compressed") for part in ("page", "slots", "count")]
+    types = dict.fromkeys((*own, *sets), "i64") | dict.fromkeys((*counts, "heads", "pairs"), "i32")
+    types |= {"q": "*bf16", "out": "*bf16", "window": "*u8", "compressed": "*u8", "scale": "fp32"}
+    types |= {"window_ids": "*i32", "compressed_ids": "*i32"}
+    types |= dict.fromkeys(("sink", "cos", "sin", "lse"), "*fp32")
+    flags = {"has_sink": True, "has_angles": True, "has_lse": False, "keys": KEYS}
+    widths = {"dim": cfg.head_dim, "width": triton.next_power_of_2(cfg.head_dim)}
+    for layout in ("nvfp4", "mxfp8"):  # entries of a layer, and a layer without (its window stands in)
+        layouts = {"window_layout": "mxfp8", "compressed_layout": layout}
+        yield _attend, (types, {**widths, **layouts, **flags})
+
+
 def sparse_attn(
     q, window, window_layout, window_ids, compressed, compressed_layout, compressed_ids, sink, cos,
     sin, scale, num_splits, out, lse, scratch,
