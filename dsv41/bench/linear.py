@@ -38,7 +38,9 @@ BOUND = 1e-5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `bench linear`."""
-    parser.add_argument("--tokens", type=int, nargs="*", default=[64, 4096], help="token counts")
+    parser.add_argument(
+        "--tokens", type=int, nargs="*", default=[64, 192, 384, 768, 1536, 4096], help="token counts"
+    )
     parser.add_argument("--only", nargs="*", help="only the shapes of these names, such as wq_b")
     parser.add_argument("--json", help="append the measurements to this JSON-lines file")
 
@@ -104,7 +106,7 @@ def _report(row: dict[str, Any], call: Callable[[], torch.Tensor], want: torch.T
 
 
 def _block(name: str, features: int, k: int, tokens: int) -> list[dict[str, Any]]:
-    copies = max(1, min(4, (256 << 20) // (features * k))) if tokens <= 256 else 1
+    copies = max(1, min(4, (256 << 20) // (features * k))) if tokens < 4096 else 1
     weights = [make_weight(features, k) for _ in range(copies)]
     x = make_rows(tokens, k)
     out = torch.empty(tokens, features, dtype=torch.bfloat16, device="cuda")
@@ -124,7 +126,7 @@ def _block(name: str, features: int, k: int, tokens: int) -> list[dict[str, Any]
         row = _row("block_linear", name, numerics, (tokens, features, k), us, peer)
         if isinstance(packed[0], FP8Tiles):
             row["changed"] = packed[0].changed / packed[0].values.numel()
-            if name in TARGETS and tokens > 128 and Target.of(out).has("deep_gemm"):
+            if name in TARGETS and tokens >= 4096 and Target.of(out).has("deep_gemm"):
                 row |= _deepgemm(call, want)
         found.append(_report(row, call, want))
     return found
@@ -138,7 +140,7 @@ def _deepgemm(call: Callable[[], torch.Tensor], want: torch.Tensor) -> dict[str,
 
 
 def _grouped(tokens: int) -> list[dict[str, Any]]:
-    copies = 4 if tokens <= 256 else 1
+    copies = 4 if tokens < 4096 else 1
     weights = [make_weight(GROUPS * RANK, GROUP_K) for _ in range(copies)]
     x = torch.randn(tokens, GROUPS, GROUP_K, device="cuda").bfloat16()
     out = torch.empty(tokens, GROUPS, RANK, dtype=torch.bfloat16, device="cuda")

@@ -105,17 +105,20 @@ _LINEAR = Op(
 )
 
 
+FEW, SPLIT = 128, 512  # the most tokens of FP8 products in "exact", and of sums in shares of k
+
+
 def few(tokens: int) -> bool:
-    """Whether a call is of the class of few tokens: the other order of sums."""
-    return tiling_tokens(tokens) <= 128
+    """Whether an exact call is one of FP8 products."""
+    return tiling_tokens(tokens) <= FEW
 
 
 def num_splits(tokens: int, features: int, k: int) -> int:
     """In how many shares the Hopper kernel sums over k: with few output tiles, several blocks share one.
 
-    A pure function of (features, k) in each of the two classes, at most 128 tokens and more.
+    A pure function of (features, k) for at most 512 tokens; more are summed in one.
     """
-    if not few(tokens):
+    if tiling_tokens(tokens) > SPLIT:
         return 1
     tiles, blocks = -(-features // 128), max(1, -(-k // 128))
 
@@ -155,15 +158,14 @@ def block_linear_scratch(
 
     Returns:
         A pure function of the sizes: the activations once for "fp8", in bf16 for more than 128 tokens of
-        "exact", and up to 12 f32 results of at most 128 tokens.
+        "exact", and up to 12 f32 results of at most 512 tokens.
     """
     name = "block_linear_scratch"
     check_sizes(name, num_tokens=num_tokens)
     check_sizes(name, 1, out_features=out_features, in_features=in_features)
     check(numerics in ("exact", "fp8", "bf16"), name, "numerics: exact or fp8", numerics)
-    most = min(num_tokens, 128)  # the second class needs less than the end of the first
-    parts = [scratch_parts(n, out_features, in_features, numerics) for n in (num_tokens, most)]
-    return max(parts_bytes(parts[0]), parts_bytes(parts[1]))
+    ends = num_tokens, min(num_tokens, SPLIT)  # more need less than the end of the shares of k
+    return max(parts_bytes(scratch_parts(n, out_features, in_features, numerics)) for n in ends)
 
 
 def _check_weight(name: str, w: Any) -> None:
@@ -221,8 +223,9 @@ def block_linear(
         [num_tokens, out] bf16; ``out`` itself when it was given.
 
     Contract: no host sync; graph-safe; allocates only what is None (and the quantised x); the same bits on
-        every run; on Hopper a row's bits do not depend on the other rows, nor on their number within 0 to 128
-        tokens and within more; "exact" multiplies more than 128 in bf16, for w's scales of 2^-69 to 2^55.
+        every run; on Hopper a row's bits do not depend on the other rows, nor on their number within 0 to 512
+        tokens and within more, in "exact" within 0 to 128, 129 to 512 and more; "exact" multiplies more than
+        128 in bf16, for w's scales of 2^-69 to 2^55.
     Reference: dsv41_reference.linear.block_linear
     """
     name = "block_linear"

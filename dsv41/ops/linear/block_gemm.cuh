@@ -20,7 +20,7 @@ struct Shape {
   static_assert((GROUPS == 2 || GROUPS == 3) && 4 % PROMOTE == 0);
   static constexpr int BM = 64 * MB * WM, COLUMNS = BN / WN, UNITS = COLUMNS / UNIT;
   // Products in flight, as registers allow: each takes long, above all with few rows.
-  static constexpr int BUFFERS = MB * COLUMNS + 4 * UNIT <= 384 && WM * WN == 2 ? 4 : MB * UNIT > 128 ? 1 : 2;
+  static constexpr int BUFFERS = GROUPS == 3 || MB * UNIT > 128 ? 1 : MB * COLUMNS + 4 * UNIT <= 384 ? 4 : 2;
   static constexpr int WMS = WM, MBS = MB, BNS = BN, UNITN = UNIT, STEPS = 4 / PROMOTE, PER_STEP = PROMOTE;
   static constexpr int TILE = 128 / STEPS;  // features and k that share a scale
   static constexpr int STAGE = (BM + BN) * BLOCK_K;

@@ -56,7 +56,7 @@ __device__ __forceinline__ uint32_t decode(uint32_t two, uint32_t scale) {
 // [splits, tokens, groups * rank] gets the sums of each share of K, else `out` [tokens, groups * rank].
 template <int TOKENS, int STAGES, class Map>
 __device__ __forceinline__ void linear(const Map& x, const Map& w, const uint8_t* w_scale, int tokens, int groups,
-                                       int rank, int K, int splits, void* out, float* parts, uint8_t* shared) {
+                                       int rank, int K, int splits, const Map& out, float* parts, uint8_t* shared) {
   using S = Shared<TOKENS, STAGES>;
   S smem{shared};
   int role = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127, blocks_k = K / 128;
@@ -72,6 +72,21 @@ __device__ __forceinline__ void linear(const Map& x, const Map& w, const uint8_t
 
   if (role == 0) {
     hopper::registers_shrink<40>();
+    if (splits == 1 && thread >= 32 && thread < 96) {
+      // Results leave through the last two blocks of tokens of their tile, one a group; its warp here gives it back.
+      int group = (thread >> 5) - 1, done = group - 2;
+      for (int work = blockIdx.x; work < total; work += gridDim.x) {
+        Tile tile = tile_of<TOKENS>(work, tokens, rank, splits);
+        done += 2 * blocks_k;
+        hopper::named_barrier(2 + group, 160);
+        if (thread & 31) continue;
+        hopper::tile_store(out, smem.tokens(done % S::BLOCKS), 2 * (tile.group * rank + tile.feature + group * 64), tile.token);
+        hopper::bulk_store_commit();
+        hopper::bulk_store_wait_read<0>();
+        for (int i = 0; i < 4; ++i) hopper::barrier_arrive(smem.empty(done % S::BLOCKS));  // for the group's four warps
+      }
+      return;
+    }
     if (thread != 0) return;
     for (int work = blockIdx.x; work < total; work += gridDim.x) {
       Tile tile = tile_of<TOKENS>(work, tokens, rank, splits);
@@ -103,24 +118,28 @@ __device__ __forceinline__ void linear(const Map& x, const Map& w, const uint8_t
     int from = min(feature, groups * rank - 1) / 32 * (K / 32) + begin * 4;
     uint32_t next = __ldg(reinterpret_cast<const uint32_t*>(w_scale + from));
     float acc[TOKENS / 2] = {};
-    uint32_t a[2][4];
-    int previous = -1;  // the block of tokens before this one
+    uint32_t raw[2][4], a[2][4];
+    auto fetch = [&](int step) {  // 16 k of the block of weights, on their way while those before are decoded
+      if (step == 0) hopper::barrier_wait(smem.full_weights(weights.stage), weights.phase);
+      const uint8_t* at = smem.weights(weights.stage) + (half * 64 + warp * 16 + g) * 128 + ((step ^ g) << 4) + 2 * c;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) raw[step & 1][i] = *reinterpret_cast<const uint16_t*>(at + 1024 * (i & 1) + 8 * (i >> 1));
+    };
+    int previous = -1, held = -1;  // the block of tokens before this one, and the one before the last
+    fetch(0);
 #pragma unroll 1
     for (int k = begin; k < end; ++k) {
       uint32_t codes = next;
       if (k + 1 < end) next = __ldg(reinterpret_cast<const uint32_t*>(w_scale + (from += 4)));
-      hopper::barrier_wait(smem.full_weights(weights.stage), weights.phase);
-      const uint8_t* rows = smem.weights(weights.stage) + (half * 64 + warp * 16 + g) * 128 + 2 * c;
 #pragma unroll
       for (int step = 0; step < 8; ++step) {
-        const uint8_t* at = rows + ((step ^ g) << 4);
+        if (step < 7) fetch(step + 1);
         uint32_t field = (codes >> 8 * (step >> 1) & 0xFF) + (120 - LATER), scale = field << 7 | field << 23;
-        uint32_t raw[4] = {*reinterpret_cast<const uint16_t*>(at), *reinterpret_cast<const uint16_t*>(at + 1024),
-                           *reinterpret_cast<const uint16_t*>(at + 8), *reinterpret_cast<const uint16_t*>(at + 1032)};
         hopper::wgmma_wait<1>();  // a[step & 1] is free again
-        if ((step & 3) == 1 && previous >= 0 && lane == 0) hopper::barrier_arrive(smem.empty(previous));
+        if (step == 5 && k + 1 == end) held = previous;
+        else if ((step & 3) == 1 && previous >= 0 && lane == 0) hopper::barrier_arrive(smem.empty(previous));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[step & 1][i] = decode(raw[i], scale);
+        for (int i = 0; i < 4; ++i) a[step & 1][i] = decode(raw[step & 1][i], scale);
         if ((step & 3) == 0) hopper::barrier_wait(smem.full(ring.stage), ring.phase);
         uint64_t b = hopper::tile_descriptor(hopper::smem_address(smem.tokens(ring.stage)));
         hopper::wgmma_fence();
@@ -133,35 +152,34 @@ __device__ __forceinline__ void linear(const Map& x, const Map& w, const uint8_t
       }
       if (lane == 0) hopper::barrier_arrive(smem.empty_weights(weights.stage));
       weights.template next<STAGES>();
+      if (k + 1 < end) fetch(0);
     }
     hopper::wgmma_wait<0>();
     hopper::keep(acc);
-    if (previous >= 0 && lane == 0) hopper::barrier_arrive(smem.empty(previous));
-
-    int all = groups * rank;
     const float back = __uint_as_float((127u + LATER) << 23);
+    if (splits > 1) {
+      if (lane == 0) hopper::barrier_arrive(smem.empty(held)), hopper::barrier_arrive(smem.empty(previous));
+      int all = groups * rank;
 #pragma unroll
-    for (int j = 0; j < TOKENS / 8; j += 2) {
-      uint32_t words[4];  // of tokens j and j + 1: the warp's features 0 to 7, and 8 to 15
-#pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        float low = acc[4 * j + 2 * pair] * back, high = acc[4 * j + 2 * pair + 1] * back;
-        if (splits > 1) {
-          int token = tile.token + 8 * (j + (pair >> 1)) + 2 * c, at = feature + g + 8 * (pair & 1);
-          float* to = parts + (static_cast<int64_t>(tile.split) * tokens + token) * all + at;
-          if (token < tokens && feature < all) to[0] = low;
-          if (token + 1 < tokens && feature < all) to[all] = high;
-        } else {
-          words[pair] = hopper::transpose_8x8(blocks::pair_bf16(low, high));
-        }
+      for (int i = 0; i < TOKENS / 2; ++i) {
+        int token = tile.token + i / 4 * 8 + 2 * c + (i & 1), at = feature + g + 8 * (i >> 1 & 1);
+        if (token < tokens && feature < all)
+          parts[(static_cast<int64_t>(tile.split) * tokens + token) * all + at] = acc[i] * back;
       }
-      if (splits > 1) continue;
-      uint4 row = blocks::transpose_quad(words, lane);  // 8 features of a token
-      int token = tile.token + 8 * (j + (c >> 1)) + g;
-      if (token < tokens && feature < all)
-        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(out) + static_cast<int64_t>(token) * all + feature +
-                                  8 * (c & 1)) = row;
+      continue;
     }
+    hopper::named_barrier(1, 256);  // both groups have multiplied the two blocks
+    if (lane == 0) hopper::barrier_arrive(smem.empty(half == 0 ? previous : held));
+    uint8_t* rows = smem.tokens(half == 0 ? held : previous) + 4 * c;
+#pragma unroll
+    for (int j = 0; j < TOKENS / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {  // the warp's features 0 to 7, and 8 to 15, of token g
+        uint32_t pair = blocks::pair_bf16(acc[4 * j + 2 * i] * back, acc[4 * j + 2 * i + 1] * back);
+        *reinterpret_cast<uint32_t*>(rows + hopper::swizzle_128(8 * j + g, 2 * warp + i)) = hopper::transpose_8x8(pair);
+      }
+    hopper::fence_async();
+    hopper::named_barrier(2 + half, 160);
   }
 }
 

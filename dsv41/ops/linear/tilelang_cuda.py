@@ -1,4 +1,7 @@
-"""Linears on Hopper: FP8 products and their scales between them; for many exact rows bf16 products."""
+"""Linears on Hopper: FP8 products and their scales between them; for many exact rows bf16 products.
+
+A kernel with `pdl_sync` may be launched before the one in front of it has ended, and waits for that there.
+"""
 
 from pathlib import Path
 
@@ -6,7 +9,7 @@ import tilelang.language as T
 import torch
 
 from ..._op import compiled, split_scratch
-from .._tilelang import build, device_source
+from .._tilelang import HERE, build, device_source
 from .api import few, num_splits, scratch_parts
 
 SMS = 132  # blocks of the persistent product; any number is right
@@ -17,10 +20,10 @@ TILES = {
     "decode": (1, 2, 1, 128, 64),
     "decode256": (1, 2, 1, 256, 64),
     "middle": (2, 1, 1, 128, 64),
-    "prefill": (2, 1, 2, 128, 128),
+    "large": (3, 1, 1, 128, 128),
 }
-# Products in bf16: tokens of a tile, and blocks of weights in shared memory.
-WIDE_TILES = {"decode": (64, 8), "middle": (128, 4), "prefill": (256, 3)}
+# Products in bf16: tokens of a tile, and blocks of weights in shared memory. All give the same bits.
+WIDE_TILES = {"decode": (64, 8), "middle": (128, 4), "large": (192, 4), "prefill": (256, 3)}
 
 
 def _source() -> str:
@@ -66,6 +69,8 @@ def _product(tile, per, arch):
     ):
         with T.Kernel(SMS, threads=threads) as _:
             T.import_source(source)
+            T.pdl_sync()
+            T.pdl_trigger()
             shared = T.alloc_shared((shared_bytes(tile),), T.uint8)
             T.call_extern(
                 "handle",
@@ -89,11 +94,12 @@ def _product(tile, per, arch):
 @compiled
 def _grouped(tile, arch):
     width, stages = WIDE_TILES[tile]
-    files = [Path(__file__).parent / name for name in ("block_gemm.cuh", "grouped_gemm.cuh")]
+    here = Path(__file__).parent
+    files = HERE / "hopper_store.cuh", here / "block_gemm.cuh", here / "grouped_gemm.cuh"
     source = device_source(*files, wgmma={"e4m3_ss": (64, 128), "bf16_rs": (width,)})
     rest = 232448 - 512 - stages * 128 * 128  # as `Shared` of grouped_gemm.cuh
     size_shared = 232448 - rest + min(12, rest // (width * 128)) * width * 128
-    tokens, groups, k, rank = T.dynamic("tokens"), T.dynamic("groups"), T.dynamic("k"), T.dynamic("rank")
+    tokens, k, out_bytes = T.dynamic("tokens"), T.dynamic("k"), T.dynamic("out_bytes")
     rows, row_tiles, k_tiles, size = (T.dynamic(name) for name in ("rows", "row_tiles", "k_tiles", "size"))
     width_bytes = T.dynamic("width_bytes")
 
@@ -102,12 +108,15 @@ def _grouped(tile, arch):
         x: T.Tensor((tokens, width_bytes), T.uint8),
         w: T.Tensor((rows, k), T.uint8),
         w_scale: T.Tensor((row_tiles, k_tiles), T.uint8),
-        out: T.Tensor((tokens, groups, rank), T.bfloat16),
+        out: T.Tensor((tokens, out_bytes), T.uint8),
         parts: T.Tensor((size,), T.float32),
+        groups: T.int32,
         splits: T.int32,
     ):
         with T.Kernel(SMS, threads=384) as _:
             T.import_source(source)
+            T.pdl_sync()
+            T.pdl_trigger()
             shared = T.alloc_shared((size_shared,), T.uint8)
             T.call_extern(
                 "handle",
@@ -117,10 +126,10 @@ def _grouped(tile, arch):
                 w_scale.access_ptr("r"),
                 tokens,
                 groups,
-                rank,
+                rows // groups,
                 k,
                 splits,
-                out.access_ptr("w"),
+                _map(out, tokens, out_bytes, width),
                 parts.access_ptr("w"),
                 shared.access_ptr("rw"),
             )
@@ -139,6 +148,7 @@ def _reduce(arch):
     ):
         with T.Kernel(T.ceildiv(tokens * features, 4 * THREADS), threads=THREADS) as _:
             T.import_source(source)
+            T.pdl_sync()
             T.call_extern(
                 "handle",
                 "blocks::reduce",
@@ -206,7 +216,7 @@ def _expand(arch):
 def variants(cfg):
     """Every build that a model of this configuration needs."""
     for tile in TILES:
-        if tile != "prefill":
+        if tile != "large":
             yield _product, (tile, 32, "sm_90a")
         yield _product, (tile, 128, "sm_90a")
     for tile in WIDE_TILES:
@@ -216,12 +226,27 @@ def variants(cfg):
     yield _expand, ("sm_90a",)
 
 
-def choose_tile(tokens: int, features: int) -> str:
-    """The tile of a call: small ones as long as large ones leave multiprocessors idle."""
-    if tokens <= 64:
-        return "decode"
-    few = -(-tokens // 256) * -(-features // 128) < 2 * SMS
-    return "middle" if tokens <= 128 or few else "prefill"
+# Measured: tokens of a tile; cycles of a block of 128 k and 128 features, and of a tile's beginning and end.
+FP8 = {"decode": (64, 600, 2500), "middle": (128, 800, 3200), "large": (192, 1060, 4700)}
+WIDE = {
+    "decode": (64, 1310, 2500),
+    "middle": (128, 1510, 3200),
+    "large": (192, 1760, 4700),
+    "prefill": (256, 2060, 5300),
+}
+
+
+def choose_tile(
+    tiles: dict[str, tuple[int, int, int]], tokens: int, features: int, k: int, splits: int = 1
+) -> str:
+    """The tile of a call that takes the least time; none changes a bit."""
+
+    def cycles(tile: str) -> int:
+        rows, block, ends = tiles[tile]
+        total = -(-tokens // rows) * -(-features // 128) * splits
+        return -(-total // SMS) * (-(-k // 128 // splits) * block + ends)
+
+    return min(tiles, key=cycles)
 
 
 def block_linear(x, x_scale, w, w_scale, numerics, out, scratch):
@@ -234,29 +259,30 @@ def block_linear(x, x_scale, w, w_scale, numerics, out, scratch):
     x, w = x.view(torch.uint8), w.view(torch.uint8)
     if numerics == "exact" and not few(tokens):
         _expand(arch)(x, x_scale, wide)
-        product = _grouped(choose_tile(tokens, features), arch)
-        product(wide.view(torch.uint8), w, w_scale, out.view(tokens, 1, features), parts, 1)
-        return
-    if numerics == "fp8":
-        _coarsen(arch)(x, x_scale, values, scale)
-        x, x_scale = values, scale
-    tile = choose_tile(tokens, features)
-    if tile == "decode" and features >= 256 * 120:
-        tile = "decode256"
-    product = _product(tile, 128 if numerics == "fp8" else 32, arch)
-    product(x, x_scale, w, w_scale, out, parts, splits)
+        product = _grouped(choose_tile(WIDE, tokens, features, k, splits), arch)
+        product(wide.view(torch.uint8), w, w_scale, out.view(torch.uint8), parts, 1, splits)
+    else:
+        if numerics == "fp8":
+            _coarsen(arch)(x, x_scale, values, scale)
+            x, x_scale = values, scale
+        tile = choose_tile(FP8, tokens, features, k, splits)
+        if tile == "decode" and features >= 256 * 120:
+            tile = "decode256"
+        product = _product(tile, 128 if numerics == "fp8" else 32, arch)
+        product(x, x_scale, w, w_scale, out, parts, splits)
     if splits > 1:
         _reduce(arch)(parts, out, splits)
 
 
 def grouped_linear(x, w, w_scale, out, scratch):
     """Launches for ``dsv41.ops.grouped_linear``."""
-    (tokens, _, k), rows, arch = x.shape, w.shape[0], "sm_90a"
+    (tokens, groups, k), rows, arch = x.shape, w.shape[0], "sm_90a"
     if tokens == 0:
         return
     splits = num_splits(tokens, rows, k)
     *_, parts = split_scratch(scratch, scratch_parts(tokens, rows, k, "bf16"))
-    product = _grouped(choose_tile(tokens, rows), arch)
-    product(x.view(torch.uint8).view(tokens, -1), w.view(torch.uint8), w_scale, out, parts, splits)
+    product = _grouped(choose_tile(WIDE, tokens, rows, k, splits), arch)
+    rows_in, rows_out = (t.view(torch.uint8).view(tokens, -1) for t in (x, out))
+    product(rows_in, w.view(torch.uint8), w_scale, rows_out, parts, groups, splits)
     if splits > 1:
         _reduce(arch)(parts, out.view(tokens, rows), splits)

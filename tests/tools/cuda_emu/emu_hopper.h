@@ -26,6 +26,16 @@ inline void tile_copy(void* dst, const void* map, int column, int row, uint64_t*
       emu::bulk_copy(static_cast<uint8_t*>(dst) + r * 128 + ((piece ^ (r & 7)) << 4), data, 16, bar);
     }
 }
+inline void tile_store(const void* map, const void* src, int column, int row) {
+  const long long* header = static_cast<const long long*>(map);
+  uint8_t* data = const_cast<uint8_t*>(static_cast<const uint8_t*>(map)) + 1024 + row * header[1] + column;
+  for (int r = 0; r < header[2] && row + r < header[0]; ++r)
+    for (int piece = 0; piece < 8 && column + 16 * piece < header[1]; ++piece)
+      emu::bulk_store(data + r * header[1] + 16 * piece, static_cast<const uint8_t*>(src) + r * 128 + ((piece ^ (r & 7)) << 4), 16);
+}
+inline void bulk_store_commit() { emu::bulk_store_commit(); }
+template <int PENDING>
+inline void bulk_store_wait_read() { emu::bulk_store_wait(PENDING, true); }
 inline void copy_16(void* dst, const void* src, bool valid) { emu::copy_async(dst, src, 16, valid); }
 inline void copy_16_ahead(void* dst, const void* src) { emu::copy_async(dst, src, 16, true); }
 inline void copy_4(void* dst, const void* src) { emu::copy_async(dst, src, 4, true); }
