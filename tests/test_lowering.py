@@ -114,7 +114,12 @@ def test_the_instructions_asked_for_are_there(module: str) -> None:
 
 
 # Kernels whose products become tcgen05 on SM100, by family.
-TRITON_PRODUCTS = {"moe": {"_gate_up", "_down"}, "linear": {"_product"}, "draft": {"_bias"}}
+TRITON_PRODUCTS = {
+    "draft": {"_bias"},
+    "hyper": {"_streams"},
+    "linear": {"_product"},
+    "moe": {"_gate_up", "_down"},
+}
 
 
 @pytest.mark.parametrize("arch", [90, 100])
