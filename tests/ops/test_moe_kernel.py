@@ -9,16 +9,14 @@ from dsv41._op import Target, split_scratch, use
 from dsv41._op import ops as registered
 from dsv41.formats import MXFP4Experts, quantize_mxfp4, quantize_mxfp8
 from dsv41.ops import mxfp4_moe, pack_experts
-from dsv41.ops._tilelang import HERE, device_source
 from dsv41.ops.moe.api import mxfp4_moe_scratch, read_layout, scratch_parts
-from dsv41.ops.moe.tilelang_cuda import Shape, _source
+from dsv41.ops.moe.tilelang_cuda import Shape, _source, choose_shape
 from dsv41.parity import distance
 from tests.tolerance import DOT_BF16
 from tests.tools.cuda_emu import SHARED, EmulationError, available, emulate
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_gpp = pytest.mark.skipif(not available(), reason="needs g++")
-SOURCE = HERE.parent / "moe" / "mxfp4_moe.cuh"
 EDIT: tuple[str, str] | None = None  # a mistake to plant into the sources
 
 
@@ -49,13 +47,13 @@ def emulate_moe(x, ids, weights, experts, limit, shape, shared=None):
     emulate(source, f"moe::prepare<{hidden}, {kind}>", args, grid=n + 2, threads=256, shared_bytes=64)
     w13, w13_scale, w2, w2_scale, _ = experts.flat()
     made, made_scale = inner, inner_scale
-    if shape.folded:
+    if shape.by_128:
         made = assigned.view(torch.uint8).view(-1)
         made_scale = made[tokens * top_k * inter :]
     # Columns of a tile past its rows are multiplied with whatever is there.
     launch = {
         "grid": 2,
-        "threads": 640,
+        "threads": shape.threads,
         "shared_bytes": 227 * 1024,
         "uninitialised": "allow",
     }
@@ -76,7 +74,7 @@ def emulate_moe(x, ids, weights, experts, limit, shape, shared=None):
              made, made_scale, SHARED],
             **launch,
         )  # fmt: skip
-        if shape.folded:
+        if shape.by_128:
             rows = tokens * top_k
             emulate(
                 source,
@@ -105,6 +103,7 @@ def emulate_moe(x, ids, weights, experts, limit, shape, shared=None):
 SHAPES = {
     "native": Shape((8, 16), 2, "Native"),
     "bf16": Shape((8, 16), 1, "Bf16"),
+    "f16": Shape((8, 24), 1, "Half"),
     "exact, few rows": Shape((8, 16), 1, "Split"),
     "exact": Shape((8, 48), 1, "Split"),  # more than 64 columns take two turns
     "fp8": Shape((16, 80), 1, "Coarse"),
@@ -173,9 +172,13 @@ MISTAKES = {  # shape, text of the sources, what it becomes
     "lower parts left out": ("exact", " + part[8 * j + 4 + i]", ""),
     "smallest of four scales": ("fp8", "int top = max(max(", "int top = min(min("),
     "no clamp of up": ("bf16", "up = up > limit ? limit : up < -limit ? -limit : up;", ""),
-    "weight of the first row": ("bf16", "__int_as_float(notes[n])", "__int_as_float(notes[0])"),
+    "weight of the first row": ("bf16", "one = n < tile.rows ? notes[n]", "one = n < tile.rows ? notes[0]"),
     "maxima of one warp": ("bf16", "for (int w = 1; w < 4; ++w) amax", "for (int w = 1; w < 1; ++w) amax"),
     "order of k": ("bf16", "4 * (feature & 2)", "2 * (feature & 2)"),
+    "order of k, f16": ("f16", "0x3424", "0x2434"),
+    "scale of a row's sums": ("f16", "__ldg(row_scales + assignment / top_k)", "__ldg(row_scales)"),
+    "scale of an inner row": ("f16", "acc[4 * j] *= first, ", ""),
+    "features of the first block": ("fp8", "values(stage, group * L::HELD + held)", "values(stage, group)"),
     "row of the wrong token": ("bf16", "__ldg(order + position) / top_k", "__ldg(order + position) % top_k"),
     "scale of the own features only": ("exact", "all = __hmax2(all, amax);", "all = own;"),
     "halves of inner rows swapped": ("exact", "__byte_perm(pair, 0, 0x4420)", "__byte_perm(pair, 0, 0x4431)"),
@@ -197,13 +200,33 @@ def test_planted_mistakes_are_seen(mistake, monkeypatch):
     # More rows an expert than one turn of a tile takes, where turns are looked at.
     x, ids, weights = case("one expert" if SHAPES[name].k_groups == 1 else "ragged")
     want = mxfp4_moe(x, ids, weights, plain(experts, SHAPES[name]), limit=1.0)
-    assert old in device_source(HERE / "weights_gemm.cuh", SOURCE, SOURCE.with_name("mxfp4_stream.cuh"))
+    assert old in _source(SHAPES[name])
     monkeypatch.setattr(f"{__name__}.EDIT", (old, new))
     try:
         got = emulate_moe(x, ids, weights, pack_experts(clone(experts)), 1.0, SHAPES[name])
     except EmulationError:
         return
     assert not distance(got, want) < DOT_BF16
+
+
+@needs_gpp
+@pytest.mark.parametrize("size, weight, limit", [(1e-3, 1.0, 10.0), (1.0, 2.5, 10.0), (30.0, 400.0, 60.0)])
+def test_f16_rows_of_any_size(size, weight, limit):
+    """Rows of different magnitudes, small inner activations, weights that would leave f16's range."""
+    torch.manual_seed(0)
+    experts = make_experts(3, 256, 128)
+    x, ids, weights = case("ragged")
+    x = (x * size * torch.logspace(-3, 0, 256)).bfloat16()
+    want = mxfp4_moe(x, ids, weights * weight, plain(experts, SHAPES["f16"]), limit=limit)
+    got = emulate_moe(x, ids, weights * weight, pack_experts(clone(experts)), limit, SHAPES["f16"])
+    assert want.isfinite().all() and distance(got, want) < DOT_BF16
+
+
+def test_the_tiling_follows_rows_and_clamp():
+    assert choose_shape(256, 6, 48, "exact", 10.0) == choose_shape(256, 6, 48, "fp8", 10.0) == "middle"
+    assert choose_shape(4096, 6, 384, "exact", 10.0) == "f16_few"
+    assert choose_shape(1024, 6, 48, "exact", 10.0) == "f16"
+    assert choose_shape(1024, 6, 48, "exact", 1e4) == choose_shape(1024, 6, 48, "plain", 10.0) == "bf16"
 
 
 def test_packing_keeps_every_value_and_scale():
@@ -242,7 +265,7 @@ def test_scales_that_do_not_fold_are_counted():
 
 
 @needs_gpp
-@pytest.mark.parametrize("shape", ["exact, few rows", "fp8"])
+@pytest.mark.parametrize("shape", ["exact, few rows", "f16", "fp8"])
 def test_a_block_of_zeros_has_no_scale(shape):
     """The widest window of scales folds without loss, and the scale of zeros does not matter."""
     experts = far(make_experts(3, 256, 128), live=False)

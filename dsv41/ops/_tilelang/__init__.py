@@ -51,14 +51,10 @@ def device_source(*files: Path, wgmma: dict[str, tuple[int, ...]] | None = None)
 def wgmma_source(op: str, widths: tuple[int, ...]) -> str:
     """``hopper::wgmma_<op>(d, a, b, accumulate)`` for each width: one overload an accumulator size."""
     dtype, source, *transposed = op.split("_")
-    k = 16 if dtype == "bf16" else 32
+    k = 16 if dtype in ("bf16", "f16") else 32
     kind = f"{dtype[:4]}.{dtype[-4:]}"
     flags = ", 1, 1" + (
-        ""
-        if dtype != "bf16"
-        else f", {int(bool(transposed))}"
-        if source == "rs"
-        else f", 0, {int(bool(transposed))}"
+        "" if k == 32 else f", {int(bool(transposed))}" if source == "rs" else f", 0, {int(bool(transposed))}"
     )
     lines = ["#ifndef DSV41_EMULATE  // emu_hopper.h has templates for every width", "namespace hopper {"]
     for n in widths:

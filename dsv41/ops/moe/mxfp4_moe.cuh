@@ -40,8 +40,18 @@ __device__ __forceinline__ void group(const int* ids, int assignments, int exper
   }
 }
 
+template <class Tokens>
+constexpr bool HALF = Tokens::BYTES == 2 && Tokens::SCALES == 0 && Tokens::FOLDED;
+
 __device__ __forceinline__ float power(uint32_t code) {  // 2^(code - 127)
   return __uint_as_float(code == 0 ? 0x00400000u : code == 255 ? 0x7FC00000u : code << 23);
+}
+
+__device__ __forceinline__ uint32_t pair_f16(float low, float high) {
+  __half2 pair = __floats2half2_rn(low, high);
+  uint32_t out;
+  memcpy(&out, &pair, 4);
+  return out;
 }
 
 // Sixteen E4M3 values times 2^(code - 127) as bf16, in the order of k of the weights' fragments: 4c + {0, 1} for
@@ -84,6 +94,19 @@ constexpr int SPLIT_SHIFT = 7;  // 448 * 2^7 is E5M2's largest: E4M3 values are 
 constexpr float SPLIT_UNIT = 0.0078125f;  // 2^-7
 __device__ __forceinline__ float power_of(int e) {  // 2^e, or 0
   return __uint_as_float(static_cast<uint32_t>(max(127 + e, 0)) << 23);
+}
+// Sixteen E4M3 values times 2^shift as f16, in expand's order of k.
+__device__ __forceinline__ void expand_half(uint4 v, int shift, uint4* out) {
+  float scale = power_of(shift);
+  uint32_t words[4] = {v.x, v.y, v.z, v.w}, pairs[2][4];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float2 f = from_e4m3(words[i >> 1] >> 16 * (i & 1) & 0xFFFF);
+    pairs[i & 1][i >> 1] = pair_f16(f.x * scale, f.y * scale);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    out[half] = make_uint4(pairs[half][0], pairs[half][1], pairs[half][2], pairs[half][3]);
 }
 
 // Sixteen values of an MXFP8 row for folded products: relative to the largest of the four scales of their 128, as
@@ -130,6 +153,22 @@ __device__ __forceinline__ void prepare(const int* ids, const uint8_t* x, const 
       if (blockIdx.x == 0) counts[experts] = 0;
     }
     group(ids, tokens * top_k, experts, begins, order, reinterpret_cast<int*>(shared));
+    return;
+  }
+  if constexpr (HALF<Tokens>) {  // a warp a row, relative to the largest of its scales: 448 * 2^7 is in f16's range
+    int warp = (blockIdx.x - experts) * (blockDim.x >> 5) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+    for (int row = warp; row < tokens; row += (gridDim.x - experts) * (blockDim.x >> 5)) {
+      const uint8_t* codes = x_scale + static_cast<int64_t>(row) * (HIDDEN / 32);
+      int top = 0;
+      for (int i = lane; i < HIDDEN / 32; i += 32) top = max(top, static_cast<int>(__ldg(codes + i)));
+      top = __reduce_max_sync(0xFFFFFFFFu, top);
+      if (lane == 0) row_scales[row] = power(top) * SPLIT_UNIT;
+      int64_t first = static_cast<int64_t>(row) * (HIDDEN / 16);
+#pragma unroll 5
+      for (int i = lane; i < HIDDEN / 16; i += 32)
+        expand_half(__ldg(reinterpret_cast<const uint4*>(x) + first + i), __ldg(codes + (i >> 1)) - top + SPLIT_SHIFT,
+                    static_cast<uint4*>(rows) + 2 * (first + i));
+    }
     return;
   }
   constexpr bool NATIVE = Tokens::SCALES == 16;
@@ -181,24 +220,39 @@ struct GateUp {
   const int* order;
   const float* weights;  // [assignments]
   float limit;
-  void* out;     // [positions, INTER]: what MXFP8 carries, in bf16 and the order of k of the weights; or E4M3
-  void* scales;  // [positions, INTER / 32], for E4M3: floats, or codes for a product that folds them
+  void* out;     // [positions, INTER]: what MXFP8 carries, in bf16 or f16 and the order of k of the weights; or E4M3
+  void* scales;  // [positions, INTER / 32], for E4M3: floats, or codes for a product that folds them; of f16: a row
+  const float* row_scales;  // of f16 rows: one a token
+  int top_k;
+  float unit;
 
-  __device__ __forceinline__ int note(int position) const {
-    return __float_as_int(__ldg(weights + __ldg(order + position)));
+  // The routing weight of a position, and the scale of its sums.
+  __device__ __forceinline__ int2 note(int position) const {
+    int assignment = __ldg(order + position);
+    return make_int2(__float_as_int(__ldg(weights + assignment)),
+                     HALF<Tokens> ? __float_as_int(__ldg(row_scales + assignment / top_k) * unit) : 0);
+  }
+  // The code of what an f16 row is multiplied with: at most 2^7, which loses nothing (no value of MXFP8 is finer than
+  // 2^-31 with scales of at least 1e-4 / 448), and less where the clamp and the weight let values grow beyond 2^8.
+  __device__ __forceinline__ uint32_t shrink(float weight) const {
+    return min(268 - (__float_as_uint(limit * limit * fabsf(weight)) >> 23), 134u);
   }
   template <int N>
   __device__ __forceinline__ void operator()(float (&acc)[N / 2], const gemm::Tile& tile, int block, int group,
-                                             int thread, const int* notes, __nv_bfloat16* maxima) const {
+                                             int thread, const int2* notes, __nv_bfloat16* maxima) const {
     int warp = thread >> 5, lane = thread & 31, column = 2 * (lane & 3);
     uint32_t* pairs = reinterpret_cast<uint32_t*>(maxima);  // [warp][N / 2]: two tokens a word
     uint32_t y[N / 8];                                      // in bf16, two tokens a word
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
       int n = 8 * j + column;
+      int2 one = n < tile.rows ? notes[n] : make_int2(0, 0), two = n + 1 < tile.rows ? notes[n + 1] : make_int2(0, 0);
+      float first = __int_as_float(one.x), second = __int_as_float(two.x);
+      if (HALF<Tokens>) {
+        float low = __int_as_float(one.y), high = __int_as_float(two.y);
+        acc[4 * j] *= low, acc[4 * j + 1] *= high, acc[4 * j + 2] *= low, acc[4 * j + 3] *= high;
+      }
       float2 gate = rounded(acc[4 * j], acc[4 * j + 1]), up = rounded(acc[4 * j + 2], acc[4 * j + 3]);
-      float first = n < tile.rows ? __int_as_float(notes[n]) : 0.0f;
-      float second = n + 1 < tile.rows ? __int_as_float(notes[n + 1]) : 0.0f;
       y[j] = gemm::pair_bf16(swiglu(gate.x, up.x, first, limit), swiglu(gate.y, up.y, second, limit));
       uint32_t amax = y[j] & 0x7FFF7FFFu;
 #pragma unroll
@@ -235,7 +289,17 @@ struct GateUp {
         __half2 half;
         memcpy(&half, &raw, 4);
         float2 f = __half22float2(half);
-        pair = gemm::pair_bf16(f.x * scale.x, f.y * scale.y);
+        if (HALF<Tokens>) {
+          uint32_t one = shrink(__int_as_float(notes[n].x)), two = shrink(__int_as_float(notes[n + 1].x));
+          pair = pair_f16(f.x * scale.x * __uint_as_float(one << 23), f.y * scale.y * __uint_as_float(two << 23));
+          if (thread < 4 && block == 0) {
+            float* to = static_cast<float*>(scales) + tile.row + n;
+            if (n < tile.rows) to[0] = __uint_as_float((254 - one) << 23);
+            if (n + 1 < tile.rows) to[1] = __uint_as_float((254 - two) << 23);
+          }
+        } else {
+          pair = gemm::pair_bf16(f.x * scale.x, f.y * scale.y);
+        }
       }
       pair = hopper::transpose_8x8(pair);
       n = 8 * j + (lane >> 2);
@@ -255,24 +319,35 @@ struct GateUp {
 };
 
 // End of the second product: one bf16 row an assignment.
-template <int HIDDEN>
+template <int HIDDEN, class Tokens>
 struct Down {
   const int* order;
   __nv_bfloat16* out;  // [assignments, HIDDEN]
+  const float* row_scales;  // of f16 rows: one a position
+  float unit;
 
-  __device__ __forceinline__ int note(int position) const { return __ldg(order + position); }
+  // The assignment of a position, and the scale of its sums.
+  __device__ __forceinline__ int2 note(int position) const {
+    return make_int2(__ldg(order + position),
+                     HALF<Tokens> ? __float_as_int(__ldg(row_scales + position) * unit) : 0);
+  }
   template <int N>
   __device__ __forceinline__ void operator()(float (&acc)[N / 2], const gemm::Tile& tile, int block, int, int thread,
-                                             const int* notes, __nv_bfloat16*) const {
+                                             const int2* notes, __nv_bfloat16*) const {
     int warp = thread >> 5, lane = thread & 31;
     int feature = block * 64 + warp * 16 + 2 * (lane & 3);
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
+      if (HALF<Tokens>) {
+        const int2* pair = notes + 8 * j + 2 * (lane & 3);
+        float first = __int_as_float(pair[0].y), second = __int_as_float(pair[1].y);
+        acc[4 * j] *= first, acc[4 * j + 1] *= second, acc[4 * j + 2] *= first, acc[4 * j + 3] *= second;
+      }
       uint32_t low = hopper::transpose_8x8(gemm::pair_bf16(acc[4 * j], acc[4 * j + 1]));
       uint32_t high = hopper::transpose_8x8(gemm::pair_bf16(acc[4 * j + 2], acc[4 * j + 3]));
       int n = 8 * j + (lane >> 2);
       if (n < tile.rows) {
-        __nv_bfloat16* row = out + static_cast<int64_t>(notes[n]) * HIDDEN + feature;
+        __nv_bfloat16* row = out + static_cast<int64_t>(notes[n].x) * HIDDEN + feature;
         *reinterpret_cast<uint32_t*>(row) = low;
         *reinterpret_cast<uint32_t*>(row + 8) = high;
       }
@@ -296,7 +371,7 @@ __device__ __forceinline__ void gate_up(const uint8_t* w, const uint8_t* w_scale
                                         int top_k, int base, float limit, void* out, void* out_scale, uint8_t* shared) {
   gemm::run<HIDDEN, MAX_ROWS, K_GROUPS, gemm::Mxfp4, Tokens>(
       w, w_scale, x, x_scale, begins, experts, 2 * INTER, base, shared, TokenOf{order, top_k},
-      GateUp<INTER, Tokens>{order, weights, limit, out, out_scale});
+      GateUp<INTER, Tokens>{order, weights, limit, out, out_scale, x_scale, top_k, power(base)});
 }
 
 template <int HIDDEN, int INTER, int MAX_ROWS, int K_GROUPS, class Tokens>
@@ -305,7 +380,7 @@ __device__ __forceinline__ void down(const uint8_t* w, const uint8_t* w_scale, c
                                      uint8_t* shared) {
   gemm::run<INTER, MAX_ROWS, K_GROUPS, gemm::Mxfp4, Tokens>(
       w, w_scale, x, x_scale, begins, experts, HIDDEN, base, shared, Same{},
-      Down<HIDDEN>{order, static_cast<__nv_bfloat16*>(out)});
+      Down<HIDDEN, Tokens>{order, static_cast<__nv_bfloat16*>(out), x_scale, power(base)});
 }
 
 // out = sum of a token's rows in top-k order, plus `extra`; a row of 8 values a thread.

@@ -39,7 +39,7 @@ struct Stream : gemm::Layout<HIDDEN, MAX_ROWS, 1, gemm::Mxfp4, gemm::Split> {
 // End of a gate and up tile: the inner activations, relative to the largest scale of their 128, as sums of two E5M2.
 template <int INTER, int N>
 __device__ __forceinline__ void finish_gate_up(float (&acc)[N / 2], const Work& tile, int group, int thread,
-                                               const int* notes, uint32_t* maxima, int pitch, float limit, float unit,
+                                               const int2* notes, uint32_t* maxima, int pitch, float limit, float unit,
                                                uint8_t* inner, float* inner_scale) {
   int warp = thread >> 5, lane = thread & 31, column = 2 * (lane & 3);
   uint32_t y[N / 8];  // in bf16, two tokens a word
@@ -47,8 +47,8 @@ __device__ __forceinline__ void finish_gate_up(float (&acc)[N / 2], const Work& 
   for (int j = 0; j < N / 8; ++j) {
     int n = 8 * j + column;
     float2 gate = rounded(acc[4 * j], acc[4 * j + 1]), up = rounded(acc[4 * j + 2], acc[4 * j + 3]);
-    float first = n < tile.rows ? __int_as_float(notes[n]) : 0.0f;
-    float second = n + 1 < tile.rows ? __int_as_float(notes[n + 1]) : 0.0f;
+    float first = n < tile.rows ? __int_as_float(notes[n].x) : 0.0f;
+    float second = n + 1 < tile.rows ? __int_as_float(notes[n + 1].x) : 0.0f;
     y[j] = gemm::pair_bf16(swiglu(gate.x, up.x, first, limit), swiglu(gate.y, up.y, second, limit));
     uint32_t amax = y[j] & 0x7FFF7FFFu;
 #pragma unroll
@@ -102,17 +102,17 @@ __device__ __forceinline__ void finish_work(const L& smem, uint2 fold, int group
                                             float unit, void* inner, float* inner_scale, void* out, int* counts) {
   thread = hopper::opaque(thread);
   float acc[N / 2] = {};  // written before the first product: otherwise ptxas keeps it live for ever
-  int* notes = smem.notes(group);
+  int2* notes = smem.notes(group);
   for (int n = thread; n < tile.rows; n += 128) {
     int at = __ldg(order + tile.row + n);
-    notes[n] = tile.down ? at : __float_as_int(__ldg(weights + at));
+    notes[n].x = tile.down ? at : __float_as_int(__ldg(weights + at));
   }
-  gemm::multiply_folded<N, 1, L, gemm::Mxfp4, gemm::Split>(smem, fold, group, 0, thread, position, blocks, acc);
+  gemm::multiply_folded<N, L, gemm::Mxfp4, gemm::Split>(smem, fold, group, thread, position, blocks, acc);
   hopper::named_barrier(2 + group, 128);  // the notes are there
   if (tile.down) {
     gemm::Tile at{tile.expert, tile.row, tile.rows, tile.block};
-    Down<HIDDEN>{order, static_cast<__nv_bfloat16*>(out)}.template operator()<N>(acc, at, tile.block * 4 + group, group,
-                                                                               thread, notes, nullptr);
+    Down<HIDDEN, gemm::Split> end{order, static_cast<__nv_bfloat16*>(out), nullptr, 0.0f};
+    end.template operator()<N>(acc, at, tile.block * 4 + group, group, thread, notes, nullptr);
   } else {
     finish_gate_up<INTER, N>(acc, tile, group, thread, notes, reinterpret_cast<uint32_t*>(smem.maxima(0)),
                              smem.MAXIMA / 4, limit, unit, static_cast<uint8_t*>(inner), inner_scale);

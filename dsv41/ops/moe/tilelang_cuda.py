@@ -30,7 +30,7 @@ class Shape(NamedTuple):
     def columns(self) -> tuple[int, ...]:
         """Widths of the wgmma instructions."""
         each = 2 if self.tokens == "Split" else 1
-        if not self.folded:
+        if not self.by_128:
             return self.widths
         return tuple(sorted({n * each // (2 if n * each > 64 and n % 16 == 0 else 1) for n in self.widths}))
 
@@ -44,30 +44,49 @@ class Shape(NamedTuple):
         """Whether weights carry their scales into the product."""
         return self.tokens not in ("Native", "Bf16")
 
+    @property
+    def by_128(self) -> bool:
+        """Whether token rows have a scale each 128 k."""
+        return self.tokens in ("Split", "Coarse")
+
+    @property
+    def held(self) -> int:
+        """Blocks of 64 features that a consumer group multiplies."""
+        return 1 if self.tokens in ("Native", "Split") else 2
+
+    @property
+    def threads(self) -> int:
+        """Of a block: a group that copies, and those that multiply."""
+        return 128 + 512 // self.held
+
 
 SHAPES = {
     "native": Shape((8, 16, 24, 32), 2, "Native"),
     "bf16": Shape((72, 128), 1, "Bf16"),
+    "f16": Shape((72, 104, 136), 1, "Half"),
+    "f16_few": Shape((64, 72, 88), 1, "Half"),
     "decode": Shape((8, 16, 24, 32), 1, "Split"),
     "middle": Shape((24, 32, 40), 1, "Split"),
-    "fp8": Shape((48, 64, 80), 1, "Coarse"),
+    "fp8": Shape((64, 80, 96, 112, 128, 144), 1, "Coarse"),
 }
+F16_LIMIT = 64  # of the clamp: inner activations of at most its square times the weight go through f16
 PARTS = ("moe", "stream")  # of the sources here
-WGMMA = ("e4m3_rs", "bf16_rs", "e5m2_rs", "e5m2e4m3_rs")  # a source names them all
+WGMMA = ("e4m3_rs", "bf16_rs", "f16_rs", "e5m2_rs", "e5m2e4m3_rs")  # a source names them all
 
 
 def _source(shape: Shape) -> str:
     macro = "#define DSV41_WIDTHS(X) " + " ".join(f"X({n})" for n in shape.widths) + "\n"
-    files = (HERE / "weights_gemm.cuh", *(Path(__file__).parent / f"mxfp4_{n}.cuh" for n in PARTS))
+    files = [HERE / f"{n}.cuh" for n in ("mxfp4_fragments", "weights_gemm")]
+    files += [Path(__file__).parent / f"mxfp4_{n}.cuh" for n in PARTS]
     return macro + device_source(*files, wgmma=dict.fromkeys(WGMMA, shape.columns))
 
 
 def _shared_bytes(k: int, shape: Shape) -> int:
     """`Layout::BYTES` of weights_gemm.cuh, or `Stream::BYTES` of mxfp4_stream.cuh."""
     rows, blocks = shape.widths[-1], 4 // shape.k_groups
-    row = {"Native": 128 + 16, "Bf16": 256, "Split": 256 + 4, "Coarse": 128 + 4}[shape.tokens]
+    row = {"Native": 128 + 16, "Bf16": 256, "Half": 256, "Split": 256 + 4, "Coarse": 128 + 4}[shape.tokens]
     stage = -(-(rows * row + blocks * (4096 + 256)) // 1024) * 1024
-    rest = (rows * 512 if shape.k_groups > 1 else 0) + 4096 + 12 * blocks * rows + 256
+    rest = (rows * 512 if shape.k_groups > 1 else 0) + 4096 + 16 * (blocks // shape.held) * rows + 256
     return min(12, (232448 - rest) // stage) * stage + rest + (640 if shape.one_launch else 0)
 
 
@@ -226,7 +245,7 @@ def _gate_up(hidden, inter, name, arch):
         base: T.int32,
         limit: T.float32,
     ):
-        with T.Kernel(SMS, threads=640) as _:
+        with T.Kernel(SMS, threads=shape.threads) as _:
             T.import_source(source)
             shared = T.alloc_shared((_shared_bytes(hidden, shape),), T.uint8)
             T.call_extern(
@@ -269,7 +288,7 @@ def _down(hidden, inter, name, arch):
         out: T.Tensor((rows, hidden), T.bfloat16),
         base: T.int32,
     ):
-        with T.Kernel(SMS, threads=640) as _:
+        with T.Kernel(SMS, threads=shape.threads) as _:
             T.import_source(source)
             shared = T.alloc_shared((_shared_bytes(inter, shape),), T.uint8)
             T.call_extern(
@@ -319,16 +338,20 @@ def _combine(hidden, top_k, with_shared, arch):
     return build(combine, arch)
 
 
-def choose_shape(tokens: int, top_k: int, experts: int, numerics: str) -> str:
+def choose_shape(tokens: int, top_k: int, experts: int, numerics: str, limit: float) -> str:
     """The tiling of a call, by its sizes only."""
     rows = tiling_tokens(tokens) * top_k
     if numerics == "plain":  # weights that do not fold
         return "native" if rows <= 16 * experts else "bf16"
     if rows <= 16 * experts:
         return "decode"
+    if rows <= 48 * experts:
+        return "middle"
     if numerics == "fp8":
         return "fp8"
-    return "middle" if rows <= 48 * experts else "bf16"
+    if limit > F16_LIMIT:
+        return "bf16"
+    return "f16_few" if rows <= 80 * experts else "f16"
 
 
 def variants(cfg):
@@ -357,7 +380,7 @@ def mxfp4_moe(
     launch(
         x, x_scale, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale, bases, limit, shared, out,
         split_scratch(scratch, scratch_parts(tokens, top_k, experts, hidden, inter)),
-        choose_shape(tokens, top_k, experts, numerics),
+        choose_shape(tokens, top_k, experts, numerics, limit),
     )  # fmt: skip
 
 
@@ -396,12 +419,12 @@ def launch(
     else:
         operand = values if shape.tokens == "Native" else ready
         # E4M3 on its way to a folded product waits where the second product's results will be.
-        made = assigned.view(torch.uint8).view(-1) if shape.folded else inner
-        made_scale = made[rows * inter :] if shape.folded else inner_scale.view(torch.uint8)
+        made = assigned.view(torch.uint8).view(-1) if shape.by_128 else inner
+        made_scale = made[rows * inter :] if shape.by_128 else inner_scale.view(torch.uint8)
         _gate_up(hidden, inter, tile, arch)(
             w13, w13_scale, operand, ready_scale, begins, order, expert_weights, made, made_scale, base, limit
         )
-        if shape.folded:
+        if shape.by_128:
             _fold_inner(inter, shape.tokens, arch)(made, made_scale, inner, inner_scale, rows, unit2)
         _down(hidden, inter, tile, arch)(w2, w2_scale, inner, inner_scale, begins, order, assigned, base2)
     extra = out if shared is None else shared

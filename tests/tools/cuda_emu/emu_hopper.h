@@ -101,6 +101,7 @@ inline uint32_t byte_select(uint32_t low, uint32_t high, uint32_t selector) { re
     emu::wgmma(d, N, nullptr, a, b, accumulate, emu::type, emu::type, false, transposed);                     \
   }
 RS(bf16_rs, kBf16, kBf16, false)
+RS(f16_rs, kF16, kF16, false)
 RS(bf16_rs_t, kBf16, kBf16, true)
 RS(e4m3_rs, kE4M3, kE4M3, false)
 RS(e5m2_rs, kE5M2, kE5M2, false)

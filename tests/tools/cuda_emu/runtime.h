@@ -48,7 +48,7 @@ void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(int pending);
 // D[64, 2 * count] (+)= A B^T of one warp group. a_regs is null when A lies in shared memory.
-enum Type { kBf16, kE4M3, kE5M2 };  // of an operand
+enum Type { kBf16, kF16, kE4M3, kE5M2 };  // of an operand
 void wgmma(float* d, int count, const uint32_t* a_regs, uint64_t a, uint64_t b, int accumulate, Type a_type,
            Type b_type, bool a_transposed, bool b_transposed);
 

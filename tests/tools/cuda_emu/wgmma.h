@@ -16,12 +16,19 @@ float decode_e5m2(uint32_t code) {
   const float f = e ? std::ldexp(4.0f + m, e - 17) : std::ldexp(static_cast<float>(m), -16);
   return code & 128 ? -f : f;
 }
+float decode_f16(uint32_t code) {
+  const int e = code >> 10 & 31, m = code & 1023;
+  if (e == 31) return m ? NAN : code & 32768 ? -INFINITY : INFINITY;
+  const float f = e ? std::ldexp(1024.0f + m, e - 25) : std::ldexp(static_cast<float>(m), -24);
+  return code & 32768 ? -f : f;
+}
 float decode(uint32_t code, Type type) {
   static const std::vector<float> table = [] {
     std::vector<float> t(512);
     for (int i = 0; i < 256; ++i) t[i] = decode_e4m3(i), t[256 + i] = decode_e5m2(i);
     return t;
   }();
+  if (type == kF16) return decode_f16(code);
   if (type != kBf16) return table[code + (type == kE5M2 ? 256 : 0)];
   const uint32_t bits = code << 16;
   float f;
@@ -35,7 +42,7 @@ void read_operand(uint64_t d, int first, int rows, Type type, bool transposed, f
   if (d >> 62 != 1) fail("wgmma: descriptor %#lx is not of the 128-byte swizzle", static_cast<unsigned long>(d));
   if (d >> 49 & 7) fail("wgmma: base offset %d; tiles must be aligned to 1,024 bytes", static_cast<int>(d >> 49 & 7));
   const uint32_t start = (d & 0x3FFF) << 4, leading = (d >> 16 & 0x3FFF) << 4, stride = (d >> 32 & 0x3FFF) << 4;
-  const bool fp8 = type != kBf16;
+  const bool fp8 = type != kBf16 && type != kF16;
   const int k = fp8 ? 32 : 16, size = fp8 ? 1 : 2;
   if (transposed && fp8) fail("wgmma: only bf16 operands may be MN-major");
   uint32_t piece = ~0u;
@@ -110,7 +117,7 @@ void wgmma_wait(int pending) {
 void wgmma(float* d, int count, const uint32_t* a_regs, uint64_t a, uint64_t b, int accumulate, Type a_type,
            Type b_type, bool a_transposed, bool b_transposed) {
   Thread& t = me();
-  const bool fp8 = a_type != kBf16;
+  const bool fp8 = a_type != kBf16 && a_type != kF16;
   const bool chained = t.accumulators.count(d) != 0;
   if (!t.wgmma_fenced && (a_regs || !chained)) fail("wgmma without wgmma_fence before it");
   if (count % 4 || count > 128) fail("wgmma: %d accumulators", count);
