@@ -17,11 +17,11 @@ import torch
 from ..formats import E4M3, E8M0
 from ..layers import V41Flash, V41State
 from ..layers.engram import EngramStore, MemoryEngramStore, TokenMap
-from ..layers.moe import Experts
+from ..layers.moe import MoE
 from ..ops.exchange import usual_capacity
 from ..replay import ReplayConfig, ReplayGeometry, ReplayMode, RequestSpan, plan_decoder
 from ..replay.device import to_device
-from .ep import fill
+from .ep import even, fill
 from .step import random_state
 
 if TYPE_CHECKING:
@@ -76,8 +76,9 @@ def build(bench: Bench, capacity: int) -> V41Flash:
     names = {k: v for k, v in model.checkpoint_tensors().items() if ".experts." not in k}
     fill(names, cfg, bench.device, bench.args.seed)
     for module in model.modules():
-        if isinstance(module, Experts):
-            bench.random_experts(module)
+        if isinstance(module, MoE):
+            bench.random_experts(module.experts)
+            even(module)
     model.pack()  # what is left: weights that read the same input become one
     if cfg.engram.layers:
         store = shared_table(bench, cfg.engram.head_dim)

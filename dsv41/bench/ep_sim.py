@@ -1,20 +1,17 @@
 """``python -m dsv41 bench ep --simulate``: decode at EP4 to EP128, with the real planner and a cost model.
 
 A step is its layers one after the other; a layer waits for the rank with most to do. What a rank does is
-measured (``docs/results``): experts by the rows of each, linears, attention, index. What lies between ranks
-is modelled: a latency and a bandwidth, of NVLink among the eight GPUs of a node and of the network beyond.
-Tokens are drawn independently from expert popularities that drifted since the plan was made.
-
-``python -m dsv41.bench.ep_sim`` writes the table of ``docs/expert_parallel.md`` from the committed results.
+measured (``docs/results``): experts by the rows of each, linears, attention, index, packing of rows. Between
+ranks, NVLink is as measured between two GPUs, here for the eight of a node; the network beyond is modelled, a
+latency and a bandwidth. Tokens are drawn independently from expert popularities that drifted since the plan
+was made. The exchange has the fixed form, with the least capacity that no simulated step exceeds.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +20,7 @@ from ..config import V41FlashConfig
 from ..eplb import imbalance, noise_floor, rebalance_experts, water_fill
 from ..ops.exchange import record_bytes
 from . import results
-from .tables import Column, read, table
+from .tables import read
 
 NODE = 8  # GPUs that NVLink joins
 RANKS = (4, 8, 16, 32, 64, 128)
@@ -35,17 +32,19 @@ LOADS = {"lognormal .5": 0.5, "lognormal 1": 1.0}
 
 @dataclass(frozen=True)
 class Links:
-    """Between ranks: all of it modelled, except where the bench measured it and the arguments say so."""
+    """Between ranks. NVLink: microseconds of a collective by the bytes that a GPU sends to others, measured
+    (`measured_links`). The network: modelled.
+    """
 
-    nvlink_gbps: float = 300.0  # bytes a GPU sends, of 450 GB/s
+    nvlink_bytes: tuple[float, ...]
+    nvlink_us: tuple[float, ...]
     network_gbps: float = 40.0  # of a 400 Gb/s port a GPU
-    nvlink_latency_us: float = 20.0  # of a collective
-    network_latency_us: float = 35.0
+    network_us: float = 35.0  # of a collective, beside the time of its bytes
 
     def us(self, near: float, far: float, ranks: int) -> float:
-        """One way of an exchange: the most bytes that a rank moves inside its node and beyond."""
-        latency = self.network_latency_us if ranks > NODE else self.nvlink_latency_us
-        return latency + max(near / self.nvlink_gbps, far / self.network_gbps) / 1e3
+        """One way of an exchange: the bytes that a rank moves inside its node and beyond."""
+        inside = float(np.interp(near, self.nvlink_bytes, self.nvlink_us))
+        return inside if ranks <= NODE else max(inside, self.network_us + far / self.network_gbps / 1e3)
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,15 @@ class Costs:
     """Measured microseconds of one H200, by the committed results.
 
     rows, expert_us: rows of an expert, and what it adds to the products of a layer. call_us: the rest of a
-    call. shared_us: the shared expert. rest_us: everything of a layer that is not an expert nor exchanged.
+    call. shared_us: the shared expert. local_us: packing, unpacking and adding up around an exchange.
+    rest_us: everything of a layer that is not an expert nor exchanged.
     """
 
     rows: np.ndarray
     expert_us: np.ndarray
     call_us: float
     shared_us: float
+    local_us: float
     rest_us: float
 
     def experts(self, rows: np.ndarray) -> np.ndarray:
@@ -95,7 +96,20 @@ def measured(cfg: V41FlashConfig) -> Costs:
     rest = sum(linear[name, TOKENS] for name in ("wq_a+wkv", "wq_b", "wo_a", "wo_b")) + attention
     indexers = len(cfg.index_sources) / cfg.num_layers
     rest += indexers * (index + linear["indexer wq_b", TOKENS]) + SMALL_US
-    return Costs(rows, us, 6.0, shared, rest)
+    row = next(r for r in _exchanges() if r["tokens"] == TOKENS and r["form"] == "fixed")
+    local = row["pack_us"] + row["unpack_us"] + row["combine_us"] - row["bare_combine_us"]
+    return Costs(rows, us, 6.0, shared, local, rest)
+
+
+def _exchanges() -> list[dict[str, Any]]:
+    return [row for row in read("ep") if row["part"] == "exchange" and row["ranks"] > 1]
+
+
+def measured_links() -> Links:
+    """NCCL's bare all-to-all with its own settings, as measured between two GPUs."""
+    rows = [r for r in read("ep") if r["part"] == "links" and "bytes_away" in r and not r["env"]]
+    moved, us = zip(*sorted((r["bytes_away"], r["us"]) for r in rows), strict=True)
+    return Links(moved, us)
 
 
 @dataclass(frozen=True)
@@ -128,23 +142,23 @@ def simulate(
     popular = rng.lognormal(0, spread, (LAYERS, cfg.num_experts))
     p2l, shares = placement(policy, popular, ranks)
     now = popular * np.exp(rng.normal(0, DRIFT, popular.shape))
-    pairs = TOKENS * ranks * cfg.top_k
     slot_share = np.take_along_axis(now / now.sum(1, keepdims=True), p2l, 1) * shares
-    moe, ways, ratio = [], [], []
+    moe, ratio, capacity = [], [], 0
     for layer in range(LAYERS):
         law = slot_share[layer] / slot_share[layer].sum()
-        rows = rng.multinomial(pairs, law, STEPS).reshape(STEPS, ranks, -1).astype(float)
+        sent = rng.multinomial(TOKENS * cfg.top_k, law, (STEPS, ranks)).reshape(STEPS, ranks, ranks, -1)
+        rows = sent.sum(1)  # [steps, ranks, slots]
         arrive = rows.sum(-1)
-        most = arrive.max(1)
-        # A rank receives from all ranks alike: its own rows stay, those of its node take NVLink.
-        near, far = (min(NODE, ranks) - 1) / ranks, max(0, ranks - NODE) / ranks
-        out, back = record_bytes(cfg.hidden), 2 * cfg.hidden
-        moe.append(costs.experts(rows).max(1))
-        ways.append([[links.us(m * near * b, m * far * b, ranks) for b in (out, back)] for m in most])
-        ratio.append(most * ranks / arrive.sum(1))
-    dispatch, combine = np.array(ways).mean((0, 1))
+        moe.append(costs.experts(rows.astype(float)).max(1))
+        ratio.append(arrive.max(1) * ranks / arrive.sum(1))
+        capacity = max(capacity, int(sent.sum(-1).max()))
+    # Own rows stay, those for ranks of the node take NVLink.
+    near, far = (capacity * peers for peers in (min(NODE, ranks) - 1, max(0, ranks - NODE)))
+    dispatch, combine = (
+        links.us(near * b, far * b, ranks) for b in (record_bytes(cfg.hidden), 2 * cfg.hidden)
+    )
     experts_us = float(np.mean(moe))
-    layer_us = costs.rest_us + max(dispatch, costs.shared_us) + experts_us + combine
+    layer_us = costs.rest_us + costs.local_us + max(dispatch, costs.shared_us) + experts_us + combine
     step_ms = layer_us * cfg.num_layers / 1e3
     window = imbalance(now, p2l, ranks, shares)
     return {
@@ -152,15 +166,17 @@ def simulate(
         "policy": policy.name, "slots_per_rank": p2l.shape[1] // ranks,
         "window_imbalance": float(window.mean()),
         "step_imbalance": float(np.mean(ratio)), "floor": noise_floor(ranks, TOKENS, cfg.top_k),
+        "capacity": capacity,
         "experts_us": experts_us, "dispatch_us": float(dispatch), "combine_us": float(combine),
-        "rest_us": costs.rest_us, "shared_us": costs.shared_us, "layer_us": layer_us, "step_ms": step_ms,
+        "rest_us": costs.rest_us, "local_us": costs.local_us, "shared_us": costs.shared_us,
+        "layer_us": layer_us, "step_ms": step_ms,
         "tokens_per_s_per_gpu": TOKENS / step_ms * 1e3,
     }  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Print one JSON line a case."""
-    cfg, links = V41FlashConfig.flash(), Links()
+    cfg, links = V41FlashConfig.flash(), measured_links()
     costs = measured(cfg)
     rows = [
         simulate(cfg, costs, links, ranks, spread, policy, args.seed)
@@ -170,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     rows = [
         {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
-        | {f"model_{k}": v for k, v in dataclasses.asdict(links).items()}
+        | {"model_network_gbps": links.network_gbps, "model_network_us": links.network_us}
         for row in rows
     ]
     for row in rows:
@@ -178,32 +194,3 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         results.append(args.json, rows)
     return 0
-
-
-# The table in the documentation.
-
-BEGIN, END = "<!-- ep_sim: generated by python -m dsv41.bench.ep_sim -->", "<!-- /ep_sim -->"
-PAGE = Path(__file__).parents[2] / "docs" / "expert_parallel.md"
-
-
-def refresh(text: str) -> str:
-    """The page with the table between its markers made anew."""
-    columns: list[Column] = [
-        ("loads", lambda r: r["loads"]),
-        ("ranks", lambda r: r["ranks"]),
-        ("experts", lambda r: r["policy"]),
-        ("slots a rank", lambda r: r["slots_per_rank"]),
-        ("step imbalance", lambda r: f"{r['step_imbalance']:.3f}"),
-        ("experts, us", lambda r: r["experts_us"]),
-        ("out, us", lambda r: r["dispatch_us"]),
-        ("back, us", lambda r: r["combine_us"]),
-        ("layer, us", lambda r: r["layer_us"]),
-        ("step, ms", lambda r: f"{r['step_ms']:.1f}"),
-        ("tokens/s a GPU", lambda r: r["tokens_per_s_per_gpu"]),
-    ]
-    head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n{table(read('ep_sim'), columns)}\n{END}{rest.split(END, 1)[1]}"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(refresh(PAGE.read_text("utf-8")), "utf-8")

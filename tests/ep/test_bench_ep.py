@@ -1,5 +1,6 @@
 """`torchrun -m dsv41 bench ep` over gloo, as CI runs it: 2 and 4 processes."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsv41 import V41FlashConfig
-from dsv41.bench import ep_sim
+from dsv41.bench import ep_sim, ep_tables
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--config=micro", "--decode=2", "--prefill=16", "--context=24", "--replay=12", "--layers=2"]
@@ -51,15 +52,16 @@ def test_bench(ranks: int, parts: list[str], tmp_path: Path) -> None:
         assert by_part["decode"]["tokens_per_s"] > 0 and by_part["prefill"]["replay"] == 12
 
 
-def test_the_table_of_the_simulation_is_fresh() -> None:
-    text = ep_sim.PAGE.read_text("utf-8")
-    assert ep_sim.refresh(text) == text, "run python -m dsv41.bench.ep_sim"
+def test_the_tables_of_the_page_are_fresh() -> None:
+    text = ep_tables.PAGE.read_text("utf-8")
+    assert ep_tables.refresh(text) == text, "run python -m dsv41.bench.ep_tables"
+    assert all(f"<!-- ep {name}:" in text for name in ep_tables.tables())
 
 
 @pytest.mark.parametrize("ranks", [8, 32])
 def test_what_the_simulation_must_say(ranks: int) -> None:
     """Even popularities need no plan; skewed ones do; a faster link never makes a step longer."""
-    cfg, links = V41FlashConfig.flash(), ep_sim.Links()
+    cfg, links = V41FlashConfig.flash(), ep_sim.measured_links()
     costs = ep_sim.measured(cfg)
     in_order, planned = ep_sim.POLICIES
 
@@ -69,7 +71,8 @@ def test_what_the_simulation_must_say(ranks: int) -> None:
     assert row(in_order, 0.0)["window_imbalance"] < 1.1
     skewed, even = row(in_order, 1.0), row(planned, 1.0)
     assert even["step_imbalance"] < skewed["step_imbalance"] and even["step_imbalance"] < even["floor"] + 0.06
-    slow = ep_sim.Links(nvlink_gbps=100.0, network_gbps=10.0)
+    slower = tuple(4 * us for us in links.nvlink_us)
+    slow = dataclasses.replace(links, nvlink_us=slower, network_gbps=10.0)
     assert row(planned, 1.0, slow)["step_ms"] > even["step_ms"]
     # Time of experts: at least that of reading all, at most that of a rank with every row.
     rows = np.full((1, 8), 4.0)
