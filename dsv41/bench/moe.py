@@ -24,7 +24,7 @@ HIDDEN, INTER, TOP_K, LIMIT = 5120, 2304, 6, 10.0
 CASES = ((48, 16), (48, 64), (48, 256), (48, 1024), (48, 4096), (384, 64), (384, 256), (384, 4096))
 EXPERT_BYTES = 3 * INTER * HIDDEN * (1 / 2 + 1 / 32)
 BOUND = 1e-5  # distance to the reference, of both numerics
-PARITY_TOKENS = 256  # more cost the reference minutes
+PARITY_TOKENS = 256  # rows of a call that the reference makes too: all would take it minutes
 FP8_TOKENS = 256  # fp8 numerics are measured from here on; below, the weights' bytes decide
 
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             rows += _cases(experts, [t for t in tokens if numerics == "exact" or t >= FP8_TOKENS], numerics)
     if args.json:
         results.append(args.json, rows)
-    return 0 if all(row["distance"] is None or row["distance"] < BOUND for row in rows) else 1
+    return 0 if all(row["distance"] < BOUND for row in rows) else 1
 
 
 def make_experts(experts: int, seed: int = 0) -> MXFP4Experts:
@@ -75,16 +75,22 @@ def make_step(experts: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, to
     return x.cuda(), ids.cuda(), (weights / weights.sum(1, keepdim=True)).cuda()
 
 
+def some(tokens: int) -> torch.Tensor:
+    """The rows of a call that are compared with the reference: all, or so many that are evenly apart."""
+    count = min(tokens, PARITY_TOKENS)
+    return torch.arange(count, device="cuda") * tokens // max(1, count)
+
+
 def _cases(experts: int, tokens: list[int], numerics: str) -> list[dict[str, Any]]:
     plain = make_experts(experts)
     if numerics == "fp8":
         plain = dataclasses.replace(plain, layout="plain fp8")
     expected: dict[int, torch.Tensor] = {}
     for t in tokens:
-        if t <= PARITY_TOKENS:
-            x, ids, weights = make_step(experts, t)
-            with use("torch"):
-                expected[t] = mxfp4_moe(x, ids, weights, plain, limit=LIMIT)
+        compared = some(t)
+        x, ids, weights = (full[compared] for full in make_step(experts, t))
+        with use("torch"):
+            expected[t] = mxfp4_moe(x, ids, weights, plain, limit=LIMIT)
     packed = pack_experts(dataclasses.replace(plain, layout="plain"), numerics=numerics)
     rows = []
     for t in tokens:
@@ -106,7 +112,7 @@ def _cases(experts: int, tokens: list[int], numerics: str) -> list[dict[str, Any
         row = {
             "op": "mxfp4_moe", "numerics": numerics, "experts": experts, "tokens": t, "us": round(us, 1),
             "TBps": round(active * EXPERT_BYTES / us / 1e6, 3), "TFLOPs": round(flops / us / 1e6, 1),
-            "distance": distance(out, expected[t]) if t in expected else None,
+            "distance": distance(out[some(t)], expected[t]),
             "bound": BOUND, "repeat": bool(torch.equal(out, again)),
         }  # fmt: skip
         print(json.dumps(row), flush=True)
