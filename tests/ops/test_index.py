@@ -144,10 +144,11 @@ def test_pages_that_are_not_held() -> None:
 
 def test_rows() -> None:
     scene = Scene(7)
-    scene.request[3] = -1  # a padding row
+    scene.request[3], scene.visible[5] = -1, -4  # a padding row, and a row that sees nothing
     keys: dict[str, Any] = {"top_k": 3, "num_candidates": 2, "block_size": 2}
     assert_rows_independent(lambda r: scene.call(r, **keys), 7)
-    assert (scene.call(**keys)[0][3] == -1).all()
+    for out in scene.call(**keys):
+        assert (out[[3, 5]] == -1).all()
 
     def poisoned(weights: torch.Tensor) -> Any:
         scene.weights = weights
@@ -171,10 +172,10 @@ def test_topk(data: st.DataObject) -> None:
     rows, n, k = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 9)), data.draw(st.integers(1, 11))
     value = st.sampled_from([0.0, 1.0, -1.0, 2.5, -torch.inf, torch.nan, torch.inf])
     table = [[data.draw(value) for _ in range(n)] for _ in range(rows)]
-    lens = [data.draw(st.integers(0, n)) for _ in range(rows)]
+    lens = [data.draw(st.integers(-2, n + 2)) for _ in range(rows)]  # negative counts as 0
     got = ops.topk(torch.tensor(table).view(rows, n), torch.tensor(lens, dtype=torch.int32), k=k)
     for row, length, ids in zip(table, lens, got.tolist(), strict=True):
-        score = {j: s for j, s in enumerate(row[:length]) if s == s and s > -torch.inf}
+        score = {j: s for j, s in enumerate(row[: max(length, 0)]) if s == s and s > -torch.inf}
         assert ids == padded(best(score, k), k)
 
 
