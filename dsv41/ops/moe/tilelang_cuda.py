@@ -65,7 +65,7 @@ SHAPES = {
     "bf16": Shape((72, 128), 1, "Bf16"),
     "f16": Shape((72, 104, 136), 1, "Half"),
     "f16_few": Shape((64, 72, 88), 1, "Half"),
-    "decode": Shape((8, 16, 24, 32), 1, "Split"),
+    "decode": Shape((8, 16, 24), 1, "Split"),
     "middle": Shape((24, 32, 40), 1, "Split"),
     "fp8": Shape((64, 80, 96, 112, 128, 144), 1, "Coarse"),
 }
