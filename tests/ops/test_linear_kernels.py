@@ -11,7 +11,7 @@ from dsv41._op import batch_invariant, use
 from dsv41.formats import E8M0, MXFP8, FP8Tiles, quantize_mxfp8
 from dsv41.ops import block_linear, block_linear_scratch, grouped_linear, linear, linear_scratch, pack_linear
 from dsv41.ops._tilelang import HERE, device_source
-from dsv41.ops.linear.api import FEW, SPLIT
+from dsv41.ops.linear.api import FEW, num_splits, split_tokens
 from dsv41.parity import distance
 from tests.tools import triton_interp
 from tests.tools.cuda_emu import SHARED, available, emulate, tensor_map
@@ -157,10 +157,18 @@ def test_packing_refuses():
 
 
 def test_scratch_grows_with_tokens():
-    sizes = [block_linear_scratch(n, 5120, 8192) for n in (0, 1, 64, 512, 513, 4096)]
-    assert sizes == sorted(sizes) and sizes[3] == sizes[4] < 512 * 5120 * 4 * 12 + 1024
+    sizes = [block_linear_scratch(n, 5120, 8192) for n in (0, 1, 64, 256, 257, 4096)]
+    assert sizes == sorted(sizes) and sizes[3] == sizes[4] < 256 * 5120 * 4 * 12 + 1024
     assert sizes[5] == 4096 * 8192 * 2 + 256
-    assert block_linear_scratch(4096, 5120, 8192, "fp8") < 4096 * 8192 * 1.07
+    assert block_linear_scratch(4096, 5120, 8192, "fp8") < 4096 * 8192 * 1.01
+
+
+def test_shares_of_k_depend_on_the_class_alone():
+    for features, k in [(32768, 1280), (5120, 8192), (1792, 5120), (4608, 5120), (5120, 2304), (4096, 1280)]:
+        last = split_tokens(features)
+        classes = (range(129), range(129, last + 1), range(last + 1, last + 200))
+        shares = [{num_splits(n, features, k) for n in tokens} for tokens in classes]
+        assert [len(found) for found in shares] == [1, 1, 1] and shares[2] == {1}
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["exact", "fp8"])
@@ -282,8 +290,8 @@ def test_gpu(name, tokens):
     others = torch.arange(tokens, device="cuda") != row
     assert nan[row].isnan().any() and torch.equal(nan[others], got[others])
     if name != "linear":  # the library chooses by the number of rows
-        most = SPLIT if tokens <= SPLIT else 4096
-        full = call(rows_of(wide, FEW if name == "exact" and tokens <= FEW else most))
+        ends = (FEW, split_tokens(2304), 4096)
+        full = call(rows_of(wide, next(end for end in ends if tokens <= end)))
         assert torch.equal(full[:tokens], got)
     with batch_invariant():
         assert torch.equal(call(rows_of(wide, 4096))[:tokens], call(x))

@@ -105,26 +105,32 @@ _LINEAR = Op(
 )
 
 
-FEW, SPLIT = 128, 512  # the most tokens of FP8 products in "exact", and of sums in shares of k
+FEW = 128  # tokens of the first class
 
 
 def few(tokens: int) -> bool:
-    """Whether an exact call is one of FP8 products."""
+    """Whether a call is of the first class, in which exact calls multiply in FP8."""
     return tiling_tokens(tokens) <= FEW
+
+
+def split_tokens(features: int) -> int:
+    """The most tokens that are summed in shares of k: the end of the second class."""
+    return 512 if features <= 2048 else 256
 
 
 def num_splits(tokens: int, features: int, k: int) -> int:
     """In how many shares the Hopper kernel sums over k: with few output tiles, several blocks share one.
 
-    A pure function of (features, k) for at most 512 tokens; more are summed in one.
+    A pure function of (features, k) in each of the three classes; in the last there is one share.
     """
-    if tiling_tokens(tokens) > SPLIT:
+    if tiling_tokens(tokens) > split_tokens(features):
         return 1
+    launch, sums = (4, 1) if few(tokens) else (2, 8)  # the second pass, measured
     tiles, blocks = -(-features // 128), max(1, -(-k // 128))
 
     best, least = 1, math.inf  # a plain loop: torch.compile follows no min() by a key
     for splits in range(1, min(12, blocks) + 1):
-        second = 4 + splits * tiles / 132 if splits > 1 else 0  # the second pass, measured
+        second = launch + sums * splits * tiles / 132 if splits > 1 else 0
         # In tiles of one block of k, of the busiest multiprocessor.
         cost = -(-tiles * splits // 132) * -(-blocks // splits) + second
         if cost < least:
@@ -164,7 +170,7 @@ def block_linear_scratch(
     check_sizes(name, num_tokens=num_tokens)
     check_sizes(name, 1, out_features=out_features, in_features=in_features)
     check(numerics in ("exact", "fp8", "bf16"), name, "numerics: exact or fp8", numerics)
-    ends = num_tokens, min(num_tokens, SPLIT)  # more need less than the end of the shares of k
+    ends = num_tokens, min(num_tokens, split_tokens(out_features)), min(num_tokens, FEW)
     return max(parts_bytes(scratch_parts(n, out_features, in_features, numerics)) for n in ends)
 
 
@@ -223,9 +229,9 @@ def block_linear(
         [num_tokens, out] bf16; ``out`` itself when it was given.
 
     Contract: no host sync; graph-safe; allocates only what is None (and the quantised x); the same bits on
-        every run; on Hopper a row's bits do not depend on the other rows, nor on their number within 0 to 512
-        tokens and within more, in "exact" within 0 to 128, 129 to 512 and more; "exact" multiplies more than
-        128 in bf16, for w's scales of 2^-69 to 2^55.
+        every run; on Hopper a row's bits do not depend on the other rows, nor on their number within 0 to 128
+        tokens, 129 to 256 (512 with at most 2,048 features) and more; "exact" multiplies more than 128 in
+        bf16, for w's scales of 2^-69 to 2^55.
     Reference: dsv41_reference.linear.block_linear
     """
     name = "block_linear"
