@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +72,7 @@ class ExpertParallel:
         self._chosen: dict[int, torch.Tensor] = {}
         self._first = torch.arange(len(p2l), device=device) * num_experts
         self.exact = capacity is None
+        self.exact_layers: frozenset[int] = frozenset()
         self.layers = [EPLayer(self, i) for i in range(len(p2l))]
         mine = {**facts(), "map": self.checksum(), "capacity": str(capacity), "experts": str(num_experts)}
         agree(name, transport, {**mine, **(settings or {})})
@@ -139,13 +140,21 @@ class ExpertParallel:
         return {name: p.data for name, p in experts.named_parameters()} if experts is not None else {}
 
     @contextlib.contextmanager
-    def exactly(self) -> Iterator[None]:
-        """Inside the context exchanges take the exact form; every rank must enter it."""
-        before, self.exact = self.exact, True
+    def exactly(self, layers: Iterable[int] | None = None) -> Iterator[None]:
+        """Inside the context exchanges take the exact form; every rank must enter it.
+
+        ``layers``: only these. A prefill under bounded replay has few rows behind the encoder: in the fixed
+        form the host need not wait for the device in those layers (`Exchange.lost` tells whether they fit).
+        """
+        before = self.exact, self.exact_layers
+        if layers is None:
+            self.exact = True
+        else:
+            self.exact_layers = frozenset(layers)
         try:
             yield
         finally:
-            self.exact = before
+            self.exact, self.exact_layers = before
 
 
 class EPLayer:
@@ -162,7 +171,7 @@ class EPLayer:
             ids = torch.where(g.live, ids, -1)
         g.note(self.layer, ids)
         slots = physical_experts(ids, g.table[self.layer], source=g.rank, step=g.step)
-        return g.exchange.dispatch(x, slots, weights, exact=g.exact)
+        return g.exchange.dispatch(x, slots, weights, exact=g.exact or self.layer in g.exact_layers)
 
 
 def even_map(num_layers: int, num_experts: int, ranks: int, spare: int = 0) -> torch.Tensor:

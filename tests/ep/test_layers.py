@@ -46,8 +46,11 @@ def test_equals_one_rank(ranks: int, spare: int, capacity: int | None) -> None:
     assert_equal_to_one_rank(ranks, random_map(ranks, slots - slots % ranks, slots), capacity)
 
 
-def test_a_prefill_under_bounded_replay() -> None:
-    """Decoder layers run fewer rows than encoder layers; both are exchanged and counted."""
+@pytest.mark.parametrize("capacity", [None, 24])
+def test_a_prefill_under_bounded_replay(capacity: int | None) -> None:
+    """Decoder layers run fewer rows than encoder layers; both are exchanged and counted. With room for those
+    of the decoder only the encoder's layers take the exact form: in the fixed one they would lose pairs.
+    """
     geometry = ReplayGeometry.from_config(CFG)
     config = ReplayConfig(ReplayMode.COMPACT, geometry.min_keep, geometry=geometry)
     length = 3 * geometry.min_keep
@@ -57,9 +60,11 @@ def test_a_prefill_under_bounded_replay() -> None:
         return prefill(model, models.text(KIND, length, seed=rank), state, config, geometry=geometry)
 
     def work(t: LocalTransport) -> torch.Tensor:
-        model = build(t, random_map(2, 10, 4))
-        logits = replayed(model, t.rank)
+        model = build(t, random_map(2, 10, 4), capacity)
         assert model.ep is not None
+        with model.ep.exactly(range(CFG.first_decoder_layer)):
+            logits = replayed(model, t.rank)
+        assert model.ep.exchange.lost() == [0, 0] and not model.ep.exact_layers
         rows = (model.ep.counts.sum(1) // CFG.top_k).tolist()
         first = CFG.first_decoder_layer
         assert rows[:first] == [length] * first and rows[-1] == geometry.min_keep
