@@ -37,6 +37,10 @@ def _layer_us(row: Row, step: str) -> str:
     return " to ".join(f"{row[f'{step}_{when}_us'] / row['layers']:,.0f}" for when in ("before", "after"))
 
 
+def _spent_label(row: Row) -> str:
+    return f"{row['ranks']} x {row['experts'] // row['ranks']}: {_label(row)}"
+
+
 def _label(row: Row) -> str:
     eplb = ", EPLB" if row.get("eplb") else ""
     if row["part"] == "prefill":
@@ -46,7 +50,7 @@ def _label(row: Row) -> str:
 
 def tables() -> dict[str, str]:
     """Name of a marker in the page to its table."""
-    rows = [row for row in read("ep") if row["ranks"] > 1]
+    rows = read("ep")
 
     def part(*names: str) -> list[Row]:
         return [row for row in rows if row["part"] in names]
@@ -75,18 +79,19 @@ def tables() -> dict[str, str]:
         ("seconds", _get("transfer_s")), ("GB/s", _seconds), ("plan, s", _get("plan_s")),
     ]  # fmt: skip
     model: list[Column] = [
-        ranks, ("step", _label), ("ms", _get("us", 1e3)),
+        ranks, ("experts", _get("experts")), ("step", _label), ("ms", _get("us", 1e3)),
         ("tokens/s a GPU", lambda r: f"{r['tokens_per_s']:,.0f}"),
-        ("imbalance", lambda r: f"{r['imbalance']:.3f}"), ("pairs lost", lambda r: r.get("lost_pairs")),
+        ("kernels, ms", _get("kernels_ms")), ("imbalance", lambda r: f"{r['imbalance']:.3f}"),
+        ("pairs lost", _get("lost_pairs")),
     ]  # fmt: skip
     apart = [row for row in part("prefill", "decode") if "spent_ms" in row]
     names = sorted(
         {n for row in apart for n in row["spent_ms"]}, key=lambda n: -max(_spent(r, n) for r in apart)
     )
-    ops: list[Row] = [{"op": n, **{_label(r): _spent(r, n) for r in apart}} for n in names
-                      if max(_spent(r, n) for r in apart) >= 0.3]  # fmt: skip
+    ops: list[Row] = [{"op": n, **{_spent_label(r): _spent(r, n) for r in apart}} for n in names
+                      if max(_spent(r, n) for r in apart) >= 0.5]  # fmt: skip
     spent: list[Column] = [("ms in kernels", lambda r: r["op"] if r["op"] in PLAIN else f"`{r['op']}`")]
-    spent += [(label, lambda r, label=label: r[label]) for label in map(_label, apart)]
+    spent += [(label, lambda r, label=label: r[label]) for label in map(_spent_label, apart)]
     simulated: list[Column] = [
         ("loads", _get("loads")), ("ranks", _get("ranks")), ("experts", _get("policy")),
         ("slots a rank", _get("slots_per_rank")), ("capacity", _get("capacity")),
