@@ -18,7 +18,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 def experts(tokens: int) -> str:
     pytest.importorskip("tilelang")
-    return importlib.import_module("dsv41.ops.moe.tilelang_cuda").choose_shape(tokens, 6, 48, "exact")
+    return importlib.import_module("dsv41.ops.moe.tilelang_cuda").choose_shape(tokens, 6, 48, "exact", 10.0)
 
 
 CHOICES = {

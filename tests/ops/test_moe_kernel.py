@@ -107,12 +107,15 @@ SHAPES = {
     "exact, few rows": Shape((8, 16), 1, "Split"),
     "exact": Shape((8, 48), 1, "Split"),  # more than 64 columns take two turns
     "fp8": Shape((16, 80), 1, "Coarse"),
+    "fp8, fewer rows": Shape((16, 80), 1, "Narrow"),
 }
 
 
 def plain(experts, shape):
     """What the reference computes with: the weights of a layer before packing."""
-    return dataclasses.replace(experts, layout="plain fp8" if shape.tokens == "Coarse" else "plain")
+    return dataclasses.replace(
+        experts, layout="plain fp8" if shape.tokens in ("Coarse", "Narrow") else "plain"
+    )
 
 
 def case(name, experts=3, tokens=21, top_k=2, hidden=256, device="cpu"):
@@ -225,6 +228,7 @@ def test_f16_rows_of_any_size(size, weight, limit):
 def test_the_tiling_follows_rows_and_clamp():
     assert choose_shape(256, 6, 48, "exact", 10.0) == choose_shape(256, 6, 48, "fp8", 10.0) == "middle"
     assert choose_shape(4096, 6, 384, "exact", 10.0) == "f16_few"
+    assert choose_shape(4096, 6, 384, "fp8", 1e4) == "fp8_few"
     assert choose_shape(1024, 6, 48, "exact", 10.0) == "f16"
     assert choose_shape(1024, 6, 48, "exact", 1e4) == choose_shape(1024, 6, 48, "plain", 10.0) == "bf16"
 

@@ -47,9 +47,9 @@ struct Schedule {
 };
 
 // How token rows come. Bf16: in the order of k that the weights' fragments have. Native: E4M3 in the natural order
-// with a float scale each 32. For folded weights, with a float scale each 128: Coarse, E4M3; Split, exact, sums of two
-// E5M2 values, the 128 upper ones first, two columns of the product a token (see mxfp4_stream.cuh); Half, f16 with one
-// scale a row, which the epilogue applies, in bf16's order of k.
+// with a float scale each 32. For folded weights, with a float scale each 128: E4M3, Coarse and, in tiles of up to 80
+// tokens, Narrow; Split, exact, sums of two E5M2 values, the 128 upper ones first, two columns of the product a token
+// (see mxfp4_stream.cuh). Half: for folded weights, f16 with one scale a row, which the epilogue applies, in bf16's order.
 template <int VALUE_BYTES, int SCALE_BYTES, int TOKEN_COLUMNS, bool FOLDED_WEIGHTS, int BLOCKS_HELD>
 struct TokensAs {
   static constexpr int BYTES = VALUE_BYTES, SCALES = SCALE_BYTES;  // of a value; of the scales of a row for 128 k
@@ -61,6 +61,7 @@ using Bf16 = TokensAs<2, 0, 1, false, 2>;
 using Half = TokensAs<2, 0, 1, true, 2>;
 using Native = TokensAs<1, 16, 1, false, 1>;
 using Coarse = TokensAs<1, 4, 1, true, 2>;
+using Narrow = TokensAs<1, 4, 1, true, 1>;
 using Split = TokensAs<2, 4, 2, true, 1>;
 
 template <int K, int MAX_ROWS, int K_GROUPS, class Format, class Tokens>
@@ -229,13 +230,12 @@ __device__ __forceinline__ void multiply_native(const L& smem, int group, int k_
   }
 }
 
-// The same with folded weights and split tokens: 128 k add up on the tensor cores, then the token's scale is applied in
-// f32. Wide tiles take two turns, for want of registers. `blocks`: of 128 k.
+// The same with folded weights: 128 k add up on the tensor cores, then the token's scale is applied in f32. Wide tiles
+// take two turns, for want of registers. `blocks`: of 128 k.
 template <int N, class L, class Format, class Tokens>
 __device__ __forceinline__ void multiply_folded(const L& smem, uint2 fold, int group, int thread, int position,
                                                 int blocks, float (&acc)[N / 2]) {
   constexpr int COLUMNS = Tokens::COLUMNS, TURNS = N * COLUMNS > 64 && N % 16 == 0 ? 2 : 1, WIDE = N / TURNS;
-  static_assert(COLUMNS == 2);
   float part[WIDE * COLUMNS / 2] = {};
   uint32_t a[4][4];
   Ring<L::STAGES> ring(position);
@@ -254,8 +254,13 @@ __device__ __forceinline__ void multiply_folded(const L& smem, uint2 fold, int g
     for (int turn = 0; turn < TURNS; ++turn) {
       hopper::wgmma_fence();
 #pragma unroll
-      for (int q = 0; q < 4; ++q)
-        hopper::wgmma_e5m2_rs(part, a[q], tokens + turn * (WIDE * COLUMNS * 8) + 2 * q, q > 0);
+      for (int q = 0; q < 4; ++q) {
+        uint64_t b = tokens + turn * (WIDE * COLUMNS * 8) + 2 * q;
+        if constexpr (COLUMNS == 1)
+          hopper::wgmma_e5m2e4m3_rs(part, a[q], b, q > 0);
+        else
+          hopper::wgmma_e5m2_rs(part, a[q], b, q > 0);
+      }
       hopper::wgmma_commit();
       float2 scale[WIDE / 8];  // read while the products run
 #pragma unroll
@@ -267,8 +272,10 @@ __device__ __forceinline__ void multiply_folded(const L& smem, uint2 fold, int g
       for (int j = 0; j < WIDE / 8; ++j) {
         float* sum = acc + turn * (WIDE / 2) + 4 * j;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          sum[i] += (part[8 * j + i] + part[8 * j + 4 + i]) * (i & 1 ? scale[j].y : scale[j].x);
+        for (int i = 0; i < 4; ++i) {
+          float value = COLUMNS == 1 ? part[4 * j + i] : part[8 * j + i] + part[8 * j + 4 + i];
+          sum[i] += value * (i & 1 ? scale[j].y : scale[j].x);
+        }
       }
     }
   }
@@ -331,6 +338,8 @@ __device__ __forceinline__ void finish_tile(const L& smem, uint2 fold, int group
     multiply_wide<N, L, Format, Tokens>(smem, fold, group, thread, position, acc);
   else if constexpr (Tokens::HELD > 1)
     multiply_coarse<N, L, Format>(smem, fold, group, thread, position, acc);
+  else if constexpr (Tokens::FOLDED)
+    multiply_folded<N, L, Format, Tokens>(smem, fold, group, thread, position, L::K_BLOCKS, acc[0]);
   else
     multiply_native<N, K_GROUPS, L, Format>(smem, group, k_group, thread, position, acc[0]);
   if (K_GROUPS > 1) {

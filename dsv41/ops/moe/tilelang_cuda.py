@@ -47,12 +47,12 @@ class Shape(NamedTuple):
     @property
     def by_128(self) -> bool:
         """Whether token rows have a scale each 128 k."""
-        return self.tokens in ("Split", "Coarse")
+        return self.tokens in ("Split", "Coarse", "Narrow")
 
     @property
     def held(self) -> int:
         """Blocks of 64 features that a consumer group multiplies."""
-        return 1 if self.tokens in ("Native", "Split") else 2
+        return 2 if self.tokens in ("Bf16", "Half", "Coarse") else 1
 
     @property
     def threads(self) -> int:
@@ -68,6 +68,7 @@ SHAPES = {
     "decode": Shape((8, 16, 24), 1, "Split"),
     "middle": Shape((24, 32, 40), 1, "Split"),
     "fp8": Shape((64, 80, 96, 112, 128, 144), 1, "Coarse"),
+    "fp8_few": Shape((48, 64, 80), 1, "Narrow"),
 }
 F16_LIMIT = 64  # of the clamp: inner activations of at most its square times the weight go through f16
 PARTS = ("moe", "stream")  # of the sources here
@@ -84,7 +85,7 @@ def _source(shape: Shape) -> str:
 def _shared_bytes(k: int, shape: Shape) -> int:
     """`Layout::BYTES` of weights_gemm.cuh, or `Stream::BYTES` of mxfp4_stream.cuh."""
     rows, blocks = shape.widths[-1], 4 // shape.k_groups
-    row = {"Native": 128 + 16, "Bf16": 256, "Half": 256, "Split": 256 + 4, "Coarse": 128 + 4}[shape.tokens]
+    row = {"Native": 128 + 16, "Bf16": 256, "Half": 256, "Split": 256 + 4}.get(shape.tokens, 128 + 4)
     stage = -(-(rows * row + blocks * (4096 + 256)) // 1024) * 1024
     rest = (rows * 512 if shape.k_groups > 1 else 0) + 4096 + 16 * (blocks // shape.held) * rows + 256
     return min(12, (232448 - rest) // stage) * stage + rest + (640 if shape.one_launch else 0)
@@ -347,18 +348,17 @@ def choose_shape(tokens: int, top_k: int, experts: int, numerics: str, limit: fl
         return "decode"
     if rows <= 48 * experts:
         return "middle"
-    if numerics == "fp8":
-        return "fp8"
-    if limit > F16_LIMIT:
+    if numerics != "fp8" and limit > F16_LIMIT:
         return "bf16"
-    return "f16_few" if rows <= 80 * experts else "f16"
+    return ("fp8" if numerics == "fp8" else "f16") + ("_few" if rows <= 80 * experts else "")
 
 
 def variants(cfg):
     """Every build that a model of this configuration needs."""
     for kind in dict.fromkeys(shape.tokens for shape in SHAPES.values()):
         yield _prepare, (cfg.hidden, kind, "sm_90a")
-    yield _fold_inner, (cfg.inter, "Coarse", "sm_90a")
+    for kind in ("Coarse", "Narrow"):
+        yield _fold_inner, (cfg.inter, kind, "sm_90a")
     for name, shape in SHAPES.items():
         for builder in (_products,) if shape.one_launch else (_gate_up, _down):
             yield builder, (cfg.hidden, cfg.inter, name, "sm_90a")
