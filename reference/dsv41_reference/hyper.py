@@ -78,11 +78,10 @@ def mhc_boundary(
     norm: torch.Tensor,
     values: torch.Tensor,
     codes: torch.Tensor,
-    collapsed: torch.Tensor,
     scratch: torch.Tensor,
 ) -> None:
     """Reference of ``dsv41.ops.mhc_boundary``: the ops one after the other."""
     mhc_expand(y, x, post, comb, out)
     mhc_mixes(out, fn, base, scale, norm_eps, eps, iters, next_pre, next_post, next_comb, scratch)
-    mhc_collapse(out, pre, collapsed)
-    rms_norm_quantize(collapsed, weight, norm_eps, floor, norm, values, codes)
+    mhc_collapse(out, pre, norm)
+    rms_norm_quantize(norm, weight, norm_eps, floor, norm, values, codes)

@@ -10,36 +10,50 @@ from dsv41_reference import accumulate
 from dsv41 import ops
 from dsv41.ops._tilelang import device_source
 from dsv41.ops.engram.tilelang_cuda import shared_bytes
-from dsv41.ops.hyper.api import CHUNK, WIDTH
-from dsv41.ops.hyper.tilelang_cuda import streams_call
-from tests.ops.test_step_kernels import MIXING, assert_mixes, gating, mixing, rare
+from dsv41.ops.hyper.api import CHUNK, ROWS, WIDTH, levels
+from dsv41.ops.hyper.tilelang_cuda import finish_call, source, streams_call
+from tests.ops.test_step_kernels import MIXING, U8, assert_mixes, gating, mixing, rare
 from tests.tools.cuda_emu import SHARED, EmulationError, available, emulate
 
 ROOT = Path(ops.__file__).parent
-MHC = device_source(ROOT / "quant" / "quantize.cuh", ROOT / "hyper" / "mhc.cuh")
+MHC = source()
 GATE = device_source(ROOT / "quant" / "quantize.cuh", ROOT / "engram" / "gate.cuh")
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.skipif(not available(), reason="needs g++")
 
 
 def emulate_mhc(
-    x: torch.Tensor, params: Any, y: Any = None, mixes: Any = None, source: str = MHC, inner: int = 1
+    x: torch.Tensor, params: Any, y: Any = None, mixes: Any = None, source: str = MHC, level: int = 2
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """(streams, collapsed rows, next mixes), as tilelang_cuda.py does; without ``y`` the mixes of ``x``."""
+    """(streams, collapsed rows, next mixes), as tilelang_cuda.py does; without ``y`` the mixes of ``x``.
+
+    ``level``: columns of a block, a group of sums, a sum, or a chunk (2, 1, 0).
+    """
     tokens, _, hidden = x.shape
     fn, base, scale = params
-    expand, warps, number = y is not None, 2, hidden // CHUNK // inner
-    out, h = torch.zeros_like(x), torch.zeros(tokens, hidden, dtype=BF16)
+    _, sums, per = levels(hidden)
+    expand, chunks, groups = y is not None, (1, per, sums * per)[level], 2 if level else 1
+    number, weight = hidden // CHUNK // chunks, torch.ones(hidden, dtype=BF16)
+    out, norm = torch.zeros_like(x), torch.zeros(tokens, hidden, dtype=BF16)
     partial = torch.zeros(number * tokens * WIDTH)
     given = (mixes[1], mixes[2], mixes[0]) if expand else (None, None, None)
-    args = [y, hidden, x, 4 * hidden, *given, fn, out, 4 * hidden, h, partial, tokens, inner, SHARED]
-    call, size = streams_call(hidden, warps, inner, expand)
-    grid = (-(-tokens // (16 * warps)), number)
-    emulate(source, call, args, grid=grid, threads=32 * warps, shared_bytes=size)
+    call, threads, size = streams_call(hidden, groups, chunks, expand)
+    args = [y, hidden, x, *given, fn, out, norm, partial, tokens, SHARED]
+    grid = (-(-tokens // (ROWS * groups)), number)
+    emulate(source, call, args, grid=grid, threads=threads, shared_bytes=size)
     new = [torch.zeros(tokens, 4), torch.zeros(tokens, 4), torch.zeros(tokens, 4, 4)]
+    values, codes = torch.zeros(tokens, hidden, dtype=U8), torch.zeros(tokens, hidden // 32, dtype=U8)
+    collapsed = norm.clone()
+    call, threads, size, together = finish_call(hidden, chunks, expand)
     args = [partial, base, scale, MIXING["norm_eps"], MIXING["eps"], MIXING["iters"], *new, tokens]
-    emulate(source, f"mhc::coefficients<{hidden}, {number}, 1>", args, grid=-(-tokens // 8), threads=128)
-    return out, h, new
+    args += [norm, weight, 1e-4, values, codes, SHARED]
+    blocks = -(-tokens // together) + (-(-tokens // 4) if expand else 0)
+    emulate(source, call, args, grid=blocks, threads=threads, shared_bytes=size)
+    if expand:
+        rare(norm, ops.rms_norm(collapsed, weight, eps=MIXING["norm_eps"]))
+        again = ops.quantize_mxfp8(norm)
+        assert torch.equal(values, again.values.view(U8)) and torch.equal(codes, again.scale.view(U8))
+    return out, collapsed, new
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -47,11 +61,11 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def check_boundary(source: str = MHC) -> tuple[Any, ...]:
-    x, *params = mixing(35, 64)
-    y = torch.randn(35, 64).to(BF16)
+    x, *params = mixing(70, 384)
+    y = torch.randn(70, 384).to(BF16)
     with accumulate(torch.float64):
         mixes = ops.mhc_mixes(x.nan_to_num(1.0), *params, **MIXING)
-    new, h, following = emulate_mhc(x, params, y, mixes, source, inner=2)
+    new, h, following = emulate_mhc(x, params, y, mixes, source)
     rare(new, ops.mhc_expand(y, x, *mixes[1:]), share=2e-3)
     rare(h, ops.mhc_collapse(new, mixes[0]), share=2e-3)
     with accumulate(torch.float64):
@@ -62,18 +76,21 @@ def check_boundary(source: str = MHC) -> tuple[Any, ...]:
 def test_boundary() -> None:
     torch.manual_seed(1)
     x, params, y, mixes, new, following = check_boundary()
-    assert equal(emulate_mhc(new, params)[2], following)  # mhc_mixes, and chunks apart
-    few = emulate_mhc(x[-2:].contiguous(), params, y[-2:], [m[-2:].contiguous() for m in mixes], inner=2)
-    assert equal((few[0], *few[2]), [t[-2:] for t in (new, *following)])
+    assert equal(emulate_mhc(new, params)[2], following)  # mhc_mixes
+    for level in (0, 1):  # the same bits in fewer rows, which are cut another way
+        few = emulate_mhc(
+            x[-3:].contiguous(), params, y[-3:], [m[-3:].contiguous() for m in mixes], level=level
+        )
+        assert equal((few[0], *few[2]), [t[-3:] for t in (new, *following)])
 
 
 def test_mixing_weights_keep_their_24_bits() -> None:
     x, fn = torch.zeros(1, 4, 64, dtype=BF16), torch.zeros(24, 256)
     x[0, 0, 0], fn[0, 0] = 1, 1 + 2**-12 + 2**-23
     partial = torch.zeros(2 * WIDTH)
-    args = [None, 64, x, 256, None, None, None, fn, x, 256, None, partial, 1, 1, SHARED]
-    call, size = streams_call(64, 2, 1, False)
-    emulate(MHC, call, args, grid=(1, 2), threads=64, shared_bytes=size)
+    args = [None, 64, x, None, None, None, fn, x, None, partial, 1, SHARED]
+    call, threads, size = streams_call(64, 1, 1, False)
+    emulate(MHC, call, args, grid=(1, 2), threads=threads, shared_bytes=size)
     assert partial.view(-1, 32)[:, 16].sum() == 1 + 2**-12 + 2**-23
 
 
@@ -96,12 +113,22 @@ def test_gate() -> None:
 
 
 FAULTS = {
-    "two parts of a weight": ("int p = 2; p >= 0", "int p = 1; p >= 0"),
+    "two parts of a weight": (
+        "(products[24 + 4 * n + i] + products[12 + 4 * n + i])",
+        "products[12 + 4 * n + i]",
+    ),
     "comb transposed": ("mix[r][4 * s + k], old0[s]", "mix[r][4 * k + s], old0[s]"),
     "rows swapped": ("{a[s][0], a[s][4], a[s][1], a[s][5]}", "{a[s][4], a[s][0], a[s][5], a[s][1]}"),
-    "weights of the last chunk": ("__syncthreads();  // the weights of the last chunk have been read", ""),
-    "columns before rows": ("c = c * inverse(sum_4(c, 1) + eps);", ""),
+    "weights not seen by the tensor cores": (
+        "hopper::fence_async();\n    hopper::barrier_arrive(full",
+        "hopper::barrier_arrive(full",
+    ),
+    "weights of the last chunk": ("hopper::barrier_wait(full + buffer, c / T::BUFFERS & 1);", ""),
+    "overwritten weights": ("hopper::barrier_wait(empty + buffer, (c / T::BUFFERS - 1) & 1);", ";"),
+    "sums of a sum": ("total[n][i] += sum[n][i], sum[n][i] = 0;", "total[n][i] += sum[n][i];"),
+    "columns before rows": ("mix = by_columns(mix, eps);", ""),
     "squares of one lane": ("size[r] += __shfl_xor_sync(~0u, size[r], 2);", ""),
+    "norm of another row": ("HIDDEN / 32, memory, mixing);", "HIDDEN / 32, memory, mixing - 1);"),
 }
 GATE_FAULTS = {
     "one stage": ("const int stage = turn & 1;", "const int stage = 0;"),

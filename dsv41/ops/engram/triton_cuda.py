@@ -6,6 +6,7 @@ import triton.language as tl
 
 TOKENS = 32  # a program of the hash
 LOOKUPS = 8  # table rows a program of the lookup has in flight
+SORTED = 16384  # lookups in host memory that are worth sorting
 GATED = 8  # tokens a program of the gate: they share the weights of a stream
 
 
@@ -61,13 +62,15 @@ def _hash(
                 tl.store(to, found, live[:, None] & there[None])
 
 
-@triton.jit(do_not_specialize=["count", "table_rows"])
+@triton.jit(do_not_specialize=["count", "table_rows", "ordered"])
 def _lookup(
-    rows, rows_stride, values, codes, out, out_stride, count, table_rows,
+    rows, rows_stride, order, ordered, values, codes, out, out_stride, count, table_rows,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, LOOKUPS: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0) * LOOKUPS + tl.arange(0, LOOKUPS)
     live = item < count
+    if ordered != 0:
+        item = tl.load(order + item, live, other=0).to(tl.int32)
     token, column = (item // COLUMNS).to(tl.int64), item % COLUMNS
     row = tl.load(rows + token * rows_stride + column, live, other=-1)
     there = (row >= 0) & (row < table_rows)
@@ -183,8 +186,13 @@ def engram_lookup(rows, values, scale, out):
     if not count * columns * width:
         return
     items, blocks = count * columns, triton.next_power_of_2(width // 32)
+    # Many rows of host memory are read in the order of their addresses: at random, each waits for the
+    # translation of its address, which neighbours share.
+    ordered = values.device != rows.device and items >= SORTED
+    order = rows.flatten().sort().indices if ordered else rows.new_empty(0, dtype=torch.int64)
     _lookup[(triton.cdiv(items, LOOKUPS),)](
-        rows, rows.stride(0), values.view(torch.uint8), scale, out, out.stride(0), items, values.shape[0],
+        rows, rows.stride(0), order, int(ordered), values.view(torch.uint8), scale, out, out.stride(0), items,
+        values.shape[0],
         COLUMNS=columns, WIDTH=width, BLOCKS=blocks, LOOKUPS=LOOKUPS, num_warps=4,
     )  # fmt: skip
 
@@ -214,8 +222,8 @@ def variants(cfg):
     sizes |= {"PADDED": triton.next_power_of_2(engram.num_heads), "BACK": True, "MASK": True}
     sizes |= {"TOKENS": TOKENS}
     yield _hash, (names, sizes)
-    names = {"rows": "*i32", "rows_stride": "i64", "values": "*u8", "codes": "*u8", "out": "*bf16"}
-    names |= {"out_stride": "i64", "count": "i32", "table_rows": "i64"}
+    names = {"rows": "*i32", "rows_stride": "i64", "order": "*i64", "ordered": "i32", "values": "*u8"}
+    names |= {"codes": "*u8", "out": "*bf16", "out_stride": "i64", "count": "i32", "table_rows": "i64"}
     sizes = {"COLUMNS": engram.columns, "WIDTH": engram.head_dim, "LOOKUPS": LOOKUPS}
     yield _lookup, (names, {**sizes, "BLOCKS": triton.next_power_of_2(engram.head_dim // 32)})
     names = {"x": "*bf16", "x_stride": "i64", "x_stream": "i64", "kv": "*bf16", "kv_stride": "i64"}

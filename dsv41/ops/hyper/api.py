@@ -29,9 +29,11 @@ def _mixing_rows(x: torch.Tensor, fn: torch.Tensor, *_: Any) -> str | None:
 
 
 def _boundary_rows(
-    y: torch.Tensor, x: torch.Tensor, post: Any, comb: Any, pre: Any, fn: torch.Tensor, *_: Any
-) -> str | None:
-    return _mixing(x, fn) or unaligned(y=y, x=x, post=post, comb=comb, pre=pre, fn=fn)
+    y: torch.Tensor, x: torch.Tensor, post: Any, comb: Any, pre: Any, fn: torch.Tensor, base: Any, scale: Any,
+    weight: torch.Tensor, norm_eps: float, eps: float, iters: int, floor: float, out: torch.Tensor, *_: Any,
+) -> str | None:  # fmt: skip
+    rows = {"y": y, "x": x, "post": post, "comb": comb, "pre": pre, "fn": fn, "weight": weight, "out": out}
+    return _mixing(x, fn) or unaligned(**rows)
 
 
 def _triton(supports: Callable[..., str | None] | None = None) -> tuple[Kernel, ...]:
@@ -69,7 +71,7 @@ _BOUNDARY = Op(
     "mhc_boundary(Tensor y, Tensor x, Tensor post, Tensor comb, Tensor pre, Tensor fn, Tensor base,"
     " Tensor scale, Tensor weight, float norm_eps, float eps, int iters, float floor, Tensor(a!) out,"
     " Tensor(b!) next_pre, Tensor(c!) next_post, Tensor(d!) next_comb, Tensor(e!) norm, Tensor(f!) values,"
-    " Tensor(g!) codes, Tensor(h!) collapsed, Tensor(i!) scratch) -> ()",
+    " Tensor(g!) codes, Tensor(h!) scratch) -> ()",
     reference="dsv41_reference.hyper:mhc_boundary",
     package=__package__,
     kernels=(_hopper(_boundary_rows), *_triton(_boundary)),
@@ -102,11 +104,29 @@ def parts(tokens: int, hidden: int) -> tuple[int, int, int]:
     return chunks, 1, chunks // groups
 
 
+def levels(hidden: int) -> tuple[int, int, int]:
+    """How the Hopper kernels add up the chunks of a row: groups, sums a group, and chunks a sum."""
+    chunks = hidden // CHUNK
+    per = next(n for n in (4, 2, 1) if chunks % n == 0)
+    groups = next(n for n in (8, 5, 4, 2, 1) if chunks // per % n == 0)
+    return groups, chunks // per // groups, per
+
+
+def hopper_parts(tokens: int, hidden: int) -> tuple[int, int]:
+    """How they cut the columns: parts, and chunks a part (a group if those fill a GPU, a sum, or one)."""
+    groups, sums, per = levels(hidden)
+    if -(-tokens // (2 * ROWS)) * groups > 88:
+        return groups, sums * per
+    chunks = 1 if tokens <= ROWS else per
+    return hidden // CHUNK // chunks, chunks
+
+
 def mhc_scratch(num_tokens: int, hidden: int) -> int:
     """f32 numbers of scratch that the mixes of ``num_tokens`` rows need on an accelerator."""
     check_sizes("mhc_scratch", num_tokens=num_tokens)
     check_sizes("mhc_scratch", 1, hidden=hidden)
-    return num_tokens * WIDTH * parts(num_tokens, hidden)[0]
+    number = max(parts(num_tokens, hidden)[0], hopper_parts(num_tokens, hidden)[0])
+    return num_tokens * WIDTH * number
 
 
 def _workspace(name: str, scratch: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
@@ -291,10 +311,10 @@ def mhc_boundary(
     out = output(name, out, tuple(x.shape), torch.bfloat16, x)
     check(out.is_contiguous(), name, "out: contiguous", f"strides {tuple(out.stride())}")
     following = (torch.empty_like(pre), torch.empty_like(post), torch.empty_like(comb))
-    norm, collapsed = (torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) for _ in range(2))
+    norm = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     q = quantised_output(name, MXFP8, None, (tokens, hidden), x)
     _BOUNDARY(
         y, x, post, comb, pre, fn, base, scale, weight, norm_eps, eps, iters, floor, out, *following, norm,
-        *q.flat(), collapsed, _workspace(name, scratch, x),
+        *q.flat(), _workspace(name, scratch, x),
     )  # fmt: skip
     return Boundary(out, *following, norm, q)

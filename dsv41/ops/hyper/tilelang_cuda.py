@@ -1,4 +1,4 @@
-"""mHC of four streams on Hopper (mhc.cuh): one pass over the streams, coefficients, the norm."""
+"""mHC of four streams on Hopper (mhc.cuh): one pass over the streams, then coefficients and normed rows."""
 
 from pathlib import Path
 
@@ -6,34 +6,39 @@ import tilelang.language as T
 
 from ..._op import compiled
 from .._tilelang import arch_of, build, device_source
-from ..norm_rope.api import NORM_QUANTIZE
-from .api import parts
+from ..norm_rope.api import warps
+from .api import ROWS, hopper_parts, levels
 
 HERE = Path(__file__).parent
 ARCH = "sm_90a"
-WARPS = 8  # a block of `streams`: 16 tokens each
-TOKENS = 8  # a block of `coefficients`
 
 
 def source():
     """The text of both kernels."""
-    return device_source(HERE.parent / "quant" / "quantize.cuh", HERE / "mhc.cuh")
+    files = (HERE.parent / "quant" / "quantize.cuh", HERE.parent / "norm_rope" / "norm_rope.cuh")
+    return device_source(*files, HERE / "mhc.cuh", wgmma={"bf16_rs": (72,)})
 
 
-def streams_call(hidden, warps, stages, expand):
-    """(device function, bytes of shared memory) of the pass over the streams."""
-    stage = (10 if expand else 8) * warps * 32 * 16
-    return f"mhc::streams<{hidden}, {warps}, {stages}, {str(expand).lower()}>", stages * stage + 18432
+def streams_call(hidden, groups, chunks, expand):
+    """(device function, threads, bytes of shared memory) of the pass over the streams."""
+    stages, buffers = (2 if chunks > 2 else 1), min(2, chunks)
+    size = buffers * (18432 + 16) + stages * groups * (40960 if expand else 32768)
+    call = f"mhc::streams<{hidden}, {groups}, {chunks}, {levels(hidden)[2]}, {str(expand).lower()}>"
+    return call, 128 * (1 + groups), size
 
 
-def stages(inner):
-    """Chunks under way: as many as fit, or the only one, so that two blocks fit."""
-    return min(4, inner)
+def finish_call(hidden, chunks, norm):
+    """(device function, threads, bytes of shared memory, tokens a block) of what follows it."""
+    groups, sums, per = levels(hidden)
+    tokens, w = (1 if chunks < per else 2 if chunks == per else 8), warps(hidden)
+    parts = (groups, sums, per // chunks) if chunks <= per else (groups, 1, 1)
+    call = f"mhc::finish<{hidden}, {w}, {', '.join(map(str, parts))}, {tokens}, {str(norm).lower()}>"
+    return call, 32 * max(w, 4), tokens * parts[0] * parts[1] * 128 + 128, tokens
 
 
 @compiled
-def _streams(hidden, depth, expand, arch):
-    text, (call, size) = source(), streams_call(hidden, WARPS, depth, expand)
+def _streams(hidden, groups, chunks, expand, arch):
+    text, (call, threads, size) = source(), streams_call(hidden, groups, chunks, expand)
 
     @T.prim_func
     def mhc_streams(
@@ -41,35 +46,33 @@ def _streams(hidden, depth, expand, arch):
         y: T.int64,
         y_stride: T.int64,
         x: T.int64,
-        x_stride: T.int64,
         post: T.int64,
         comb: T.int64,
         pre: T.int64,
         fn: T.int64,
-        out_stride: T.int64,
         h: T.int64,
         partial: T.int64,
         count: T.int32,
         number: T.int32,
-        inner: T.int32,
     ):
-        with T.Kernel(T.ceildiv(count, 16 * WARPS), number, threads=32 * WARPS) as _:
+        with T.Kernel(T.ceildiv(count, ROWS * groups), number, threads=threads) as _:
             T.import_source(text)
+            T.annotate_min_blocks_per_sm(2 if groups == 1 and chunks == 1 else 1)
             shared = T.alloc_shared((size,), T.uint8)
             T.call_extern(
-                "handle", call, y, y_stride, x, x_stride, post, comb, pre, fn, out.access_ptr("w"),
-                out_stride, h, partial, count, inner, shared.access_ptr("rw"),
+                "handle", call, y, y_stride, x, post, comb, pre, fn, out.access_ptr("w"), h, partial, count,
+                shared.access_ptr("rw"),
             )  # fmt: skip
 
     return build(mhc_streams, arch)
 
 
 @compiled
-def _coefficients(hidden, groups, inner, arch):
-    text, call = source(), f"mhc::coefficients<{hidden}, {groups}, {inner}>"
+def _finish(hidden, chunks, norm, arch):
+    text, (call, threads, size, _) = source(), finish_call(hidden, chunks, norm)
 
     @T.prim_func
-    def mhc_coefficients(
+    def mhc_finish(
         pre: T.Tensor((4,), T.float32),  # the start of the results
         partial: T.int64,
         base: T.int64,
@@ -80,69 +83,73 @@ def _coefficients(hidden, groups, inner, arch):
         post: T.int64,
         comb: T.int64,
         count: T.int32,
+        rows: T.int64,
+        weight: T.int64,
+        floor: T.float32,
+        values: T.int64,
+        codes: T.int64,
+        blocks: T.int32,
     ):
-        with T.Kernel(T.ceildiv(count, TOKENS), threads=16 * TOKENS) as _:
+        with T.Kernel(blocks, threads=threads) as _:
             T.import_source(text)
+            shared = T.alloc_shared((size,), T.uint8)
             T.call_extern(
-                "handle",
-                call,
-                partial,
-                base,
-                scale,
-                norm_eps,
-                eps,
-                iters,
-                pre.access_ptr("w"),
-                post,
-                comb,
-                count,
-            )
+                "handle", call, partial, base, scale, norm_eps, eps, iters, pre.access_ptr("w"), post, comb,
+                count, rows, weight, floor, values, codes, shared.access_ptr("rw"),
+            )  # fmt: skip
 
-    return build(mhc_coefficients, arch)
+    return build(mhc_finish, arch)
 
 
 def variants(cfg):
-    """Both kernels for few and for many tokens."""
-    for tokens in (64, 4096):
-        number, inner, of_group = parts(tokens, cfg.hidden)
+    """Both kernels for few, some and many tokens."""
+    for tokens in (ROWS, 2 * ROWS, 4096):
+        _, chunks = hopper_parts(tokens, cfg.hidden)
         for expand in (False, True):
-            yield _streams, (cfg.hidden, stages(inner), expand, ARCH)
-        yield _coefficients, (cfg.hidden, number // of_group, of_group, ARCH)
+            yield _streams, (cfg.hidden, _groups(tokens), chunks, expand, ARCH)
+            yield _finish, (cfg.hidden, chunks, expand, ARCH)
+
+
+def _groups(tokens):
+    """Warp groups a block, of 64 rows each."""
+    return 1 if tokens <= ROWS else 2
 
 
 def mhc_mixes(x, fn, base, scale, norm_eps, eps, iters, pre, post, comb, scratch):
     """Launches of ``dsv41.ops.mhc_mixes``."""
     if x.shape[0]:
-        _launch(x, x, pre, pre, pre, fn, x, x, scratch, False)
-        _finish(x, base, scale, norm_eps, eps, iters, pre, post, comb, scratch)
+        _pass(x, x, pre, pre, pre, fn, x, x, scratch, False)
+        _after(x, base, scale, norm_eps, eps, iters, pre, post, comb, scratch)
 
 
 def mhc_boundary(
     y, x, post, comb, pre, fn, base, scale, weight, norm_eps, eps, iters, floor,
-    out, next_pre, next_post, next_comb, norm, values, codes, collapsed, scratch,
+    out, next_pre, next_post, next_comb, norm, values, codes, scratch,
 ):  # fmt: skip
-    """Launches of ``dsv41.ops.mhc_boundary``."""
+    """Launches of ``dsv41.ops.mhc_boundary``; the collapsed rows wait in ``norm``."""
     if x.shape[0]:
-        _launch(y, x, post, comb, pre, fn, out, collapsed, scratch, True)
-        _finish(x, base, scale, norm_eps, eps, iters, next_pre, next_post, next_comb, scratch)
-        launch = NORM_QUANTIZE.load("tilelang_cuda")
-        launch(collapsed, weight, norm_eps, floor, norm, values, codes)
+        _pass(y, x, post, comb, pre, fn, out, norm, scratch, True)
+        rows = (norm.data_ptr(), weight.data_ptr(), floor, values.data_ptr(), codes.data_ptr())
+        _after(x, base, scale, norm_eps, eps, iters, next_pre, next_post, next_comb, scratch, rows)
 
 
-def _launch(y, x, post, comb, pre, fn, out, h, scratch, expand):
+def _pass(y, x, post, comb, pre, fn, out, h, scratch, expand):
     count, _, hidden = x.shape
-    number, inner, _ = parts(count, hidden)
-    _streams(hidden, stages(inner), expand, arch_of(x))(
-        out.as_strided((16,), (1,)), y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), post.data_ptr(),
-        comb.data_ptr(), pre.data_ptr(), fn.data_ptr(), out.stride(0), h.data_ptr(), scratch.data_ptr(),
-        count, number, inner,
+    number, chunks = hopper_parts(count, hidden)
+    _streams(hidden, _groups(count), chunks, expand, arch_of(x))(
+        out.as_strided((16,), (1,)), y.data_ptr(), y.stride(0), x.data_ptr(), post.data_ptr(),
+        comb.data_ptr(), pre.data_ptr(), fn.data_ptr(), h.data_ptr(), scratch.data_ptr(), count, number,
     )  # fmt: skip
 
 
-def _finish(x, base, scale, norm_eps, eps, iters, pre, post, comb, scratch):
+def _after(x, base, scale, norm_eps, eps, iters, pre, post, comb, scratch, rows=None):
     count, _, hidden = x.shape
-    number, _, of_group = parts(count, hidden)
-    _coefficients(hidden, number // of_group, of_group, arch_of(x))(
+    _, chunks = hopper_parts(count, hidden)
+    tokens = finish_call(hidden, chunks, False)[-1]
+    blocks = -(-count // tokens)
+    if rows:
+        blocks += -(-count // (4 if warps(hidden) == 1 else 1))
+    _finish(hidden, chunks, rows is not None, arch_of(x))(
         pre.as_strided((4,), (1,)), scratch.data_ptr(), base.data_ptr(), scale.data_ptr(), norm_eps, eps,
-        iters, post.data_ptr(), comb.data_ptr(), count,
+        iters, post.data_ptr(), comb.data_ptr(), count, *(rows or (0, 0, 0.0, 0, 0)), blocks,
     )  # fmt: skip

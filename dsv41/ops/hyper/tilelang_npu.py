@@ -201,10 +201,10 @@ def mhc_expand(y, x, post, comb, out):
 
 def mhc_boundary(
     y, x, post, comb, pre, fn, base, scale, weight, norm_eps, eps, iters, floor,
-    out, next_pre, next_post, next_comb, normed, values, codes, collapsed, scratch,
+    out, next_pre, next_post, next_comb, normed, values, codes, scratch,
 ):  # fmt: skip
     """Launches of ``dsv41.ops.mhc_boundary``."""
     mhc_expand(y, x, post, comb, out)
     mhc_mixes(out, fn, base, scale, norm_eps, eps, iters, next_pre, next_post, next_comb, scratch)
-    mhc_collapse(out, pre, collapsed)
-    norm.NORM_QUANTIZE.load("tilelang_npu")(collapsed, weight, norm_eps, floor, normed, values, codes)
+    mhc_collapse(out, pre, normed)
+    norm.NORM_QUANTIZE.load("tilelang_npu")(normed, weight, norm_eps, floor, normed, values, codes)

@@ -247,17 +247,17 @@ def mhc_mixes(x, fn, base, scale, norm_eps, eps, iters, pre, post, comb, scratch
 
 def mhc_boundary(
     y, x, post, comb, pre, fn, base, scale, weight, norm_eps, eps, iters, floor,
-    out, next_pre, next_post, next_comb, norm, values, codes, collapsed, scratch,
+    out, next_pre, next_post, next_comb, norm, values, codes, scratch,
 ):  # fmt: skip
-    """Launches of ``dsv41.ops.mhc_boundary``."""
+    """Launches of ``dsv41.ops.mhc_boundary``; the collapsed rows wait in ``norm``."""
     count, _, hidden = x.shape
     if not count:
         return
-    _launch_streams(y, x, post, comb, pre, fn, out, collapsed, scratch, True)
+    _launch_streams(y, x, post, comb, pre, fn, out, norm, scratch, True)
     number, _, inner = parts(count, hidden)
     _finish[(triton.cdiv(count, TOKENS) + count,)](
         scratch, base, scale, norm_eps, eps, iters, next_pre, next_post, next_comb, count,
-        collapsed, weight, floor, norm, values.view(torch.uint8), codes,
+        norm, weight, floor, norm, values.view(torch.uint8), codes,
         HIDDEN=hidden, WIDTH=WIDTH, TOKENS=TOKENS, **_groups(number, inner),
         BLOCKS=triton.next_power_of_2(hidden // 32), NORM=True, num_warps=4,
     )  # fmt: skip

@@ -75,6 +75,11 @@ def check_rope_table(
     check(2 * cos.shape[1] <= dim, name, f"cos: at most {dim // 2} angles", cos)
 
 
+def warps(width: int) -> int:
+    """Warps a row on Hopper: four turns of 8 values a lane at most; the order of the sum."""
+    return -(-width // 1024)
+
+
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:

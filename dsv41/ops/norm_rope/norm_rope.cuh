@@ -10,11 +10,13 @@ using quantize::at;
 template <int K, int WARPS, bool QUANTIZE>
 __device__ __forceinline__ void rms_norm(int64_t x, int64_t x_stride, int64_t weight, int count, float eps,
                                          int64_t out, int64_t out_stride, float floor, void* values,
-                                         int64_t values_stride, int64_t scale, int64_t scale_stride, void* shared) {
+                                         int64_t values_stride, int64_t scale, int64_t scale_stride, void* shared,
+                                         int skipped = 0) {
   constexpr int CHUNKS = K / 8, STEP = 32 * WARPS, TURNS = (CHUNKS + STEP - 1) / STEP;
   constexpr bool EVEN = CHUNKS % STEP == 0;  // every lane has a chunk in every turn
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int wanted = WARPS == 1 ? blockIdx.x * 4 + warp : blockIdx.x, row = min(wanted, count - 1);
+  const int block = static_cast<int>(blockIdx.x) - skipped;
+  const int wanted = WARPS == 1 ? block * 4 + warp : block, row = min(wanted, count - 1);
   const int first = WARPS == 1 ? lane : static_cast<int>(threadIdx.x);
   uint4 raw[TURNS];
   float sum = 0;

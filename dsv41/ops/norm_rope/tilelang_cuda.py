@@ -7,6 +7,7 @@ import torch
 
 from ..._op import compiled
 from .._tilelang import arch_of, build, device_source
+from .api import warps
 
 HERE = Path(__file__).parent
 ARCH = "sm_90a"
@@ -16,11 +17,6 @@ ROPE_THREADS = 256
 def source():
     """The text of both kernels."""
     return device_source(HERE.parent / "quant" / "quantize.cuh", HERE / "norm_rope.cuh")
-
-
-def warps(width):
-    """Warps a row: at most four turns of 8 values a lane. One function of the width: the order of the sum."""
-    return -(-width // 1024)
 
 
 @compiled

@@ -5,11 +5,21 @@ from typing import Any
 import torch
 
 from ..._op import Kernel, Op, check, check_tensor, check_values, output
+from ..quant.api import unaligned
 
 
 def _few(logits: torch.Tensor, *_: Any) -> str | None:
     experts = logits.shape[1]
     return None if experts <= 8192 else f"built for up to 8192 experts, not {experts}"
+
+
+def _a_warp(
+    logits: torch.Tensor, bias: torch.Tensor, image_bias: Any, image: Any, temperature: Any, scale: Any,
+    ids: torch.Tensor, *_: Any,
+) -> str | None:  # fmt: skip
+    if logits.shape[1] % 4 or logits.shape[1] > 1024 or ids.shape[1] > 32:
+        return f"built for up to 32 of 1024 experts, a multiple of 4, not {ids.shape[1]} of {logits.shape[1]}"
+    return unaligned(logits=logits, bias=bias, image_bias=bias if image_bias is None else image_bias)
 
 
 _ROUTE = Op(
@@ -18,6 +28,7 @@ _ROUTE = Op(
     reference="dsv41_reference.route:topk_route",
     package=__package__,
     kernels=(
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_a_warp),
         Kernel("triton_cuda", "cuda", needs=("triton",), supports=_few),
         Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu")),
     ),

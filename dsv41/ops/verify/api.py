@@ -13,6 +13,18 @@ def _small(confidence: torch.Tensor, *_: Any) -> str | None:
     return None if small else f"built for up to 16384 drafts, not {rows} x {block}"
 
 
+def _a_row_a_thread(
+    confidence: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, base: torch.Tensor, bonus: torch.Tensor,
+    start: Any, weights: Any, budget: torch.Tensor, num_requests: torch.Tensor, rotation: torch.Tensor,
+    *_: Any,
+) -> str | None:  # fmt: skip
+    rows, block = confidence.shape
+    if rows > 1024 or block > 8:
+        return f"built for up to 1024 requests and 8 drafts, not {rows} x {block}"
+    counts = (lo, hi, base, bonus, budget, num_requests, rotation)
+    return None if all(x.dtype == torch.int32 for x in counts) else "counts of 64 bits"
+
+
 def _unsorted(logits: torch.Tensor, temperature: Any, top_k: Any, top_p: Any, *_: Any) -> str | None:
     if logits.dtype == torch.float64:
         return "f64 logits"
@@ -49,6 +61,7 @@ _SPLIT = Op(
     reference="dsv41_reference.budget:split_budget_ragged",
     package="dsv41.ops.draft",  # its kernel is beside the drafter's: it shares nothing with those here
     kernels=(
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_a_row_a_thread),
         Kernel("triton_cuda", "cuda", needs=("triton",), supports=_small),
         Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_small),
     ),
