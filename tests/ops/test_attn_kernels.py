@@ -105,15 +105,15 @@ FAULTS: dict[str, tuple[str, str]] = {
                   "(&shared.empty[buffer][1]);", "add_values(out, weights, tile, first);\n      warp_arrive"
                   "(&shared.empty[buffer][1]);"),
     "bytes early": ("        copy_wait<0>();\n        __syncwarp();\n      }", "      }"),
-    "bytes late": ("const bool simple = !__any_sync(~0u, unusual<LAYOUT>(scales[0] | scales[1]));",
-                   "const bool simple = false;"),
+    "bytes late": ("const bool simple = !__any_sync(~0u, unusual<LAYOUT>(scales[0] | scales[1]));\n"
+                   "      __syncwarp();", "const bool simple = false;"),
     "one product": ("return (scales & (LAYOUT == MXFP8 ? 0x80u : 0x4040u)) != 0;", "return false;"),
     "swizzle": ("(to ^ piece * 16)", "(to ^ (piece ^ 1) * 16)"),
     "scale of the second group": ("piece < 2 ? 0x1010 : 0x3232", "0x1010"),
     "subnormal scales": ("(place_e4m3<0>(scale), TWO_126)", "(place_e4m3<0>(scale | 0x1010), TWO_126)"),
     "half of the sums": ("sum[r] += __shfl_xor_sync(~0u, sum[r], 2);", ""),
     "sink": ("if (sink != nullptr && at < work.heads)", "if (false)"),
-    "growing maximum": ("!(new_top[r] > top[r] + 8)", "!(new_top[r] > 8)"),
+    "growing maximum": ("!(new_top[r] > top[r] + 16)", "top[r] > -INFINITY"),
     "angles": ("s = -__ldg(", "s = __ldg("),
     "combination": ("weight = exp2f(sums[2 * at] - base)", "weight = 1"),
 }  # fmt: skip
@@ -125,7 +125,8 @@ def test_the_emulator_finds(fault: str) -> None:
     old, new = FAULTS[fault]
     assert SOURCE.count(old) == 1
     sink, splits = (30.0 if fault == "sink" else 0.5), (2 if fault == "combination" else 1)
-    case = Case("", tokens=3, near=130, far=150, missing=0.2, sink=sink, splits=splits, rope=64)
+    steep = {"rescaling": 4, "growing maximum": 64}.get(fault, 1)
+    case = Case("", tokens=3, near=130, far=150, missing=0.2, sink=sink, splits=splits, rope=64, steep=steep)
     args, keys = inputs(case, "cpu")
     with pytest.raises((AssertionError, EmulationError)):
         source = SOURCE.replace(old, new)

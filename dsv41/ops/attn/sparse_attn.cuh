@@ -48,10 +48,14 @@ struct Work {
   __device__ __forceinline__ int end_tile(int item) const { return (item % splits + 1) * tiles / splits; }
 };
 
+// Lanes of a warp that arrive. (For compute-sanitizer's racecheck all of them: it does not know that __syncwarp orders
+// what the others did.)
+constexpr int ARRIVING = 1;
 __device__ __forceinline__ void warp_arrive(uint64_t* bar) {
   __syncwarp();
-  if ((threadIdx.x & 31) == 0) barrier_arrive(bar);
+  if ((threadIdx.x & 31) < ARRIVING) barrier_arrive(bar);
 }
+__device__ __forceinline__ void init_warps(uint64_t* bar, int warps) { barrier_init(bar, warps * ARRIVING); }
 
 // ---- scout -----------------------------------------------------------------------------------------------
 // One warp. Ids are read one tile before they are looked at.
@@ -60,7 +64,7 @@ struct Scout {
   const Records &window, &compressed;
   Shared& shared;
   int lane;
-  int item, tile, end, number;
+  int item, row, tile, end, number;
   int low, high;  // ids `lane` and `lane + 32` of the tile
 
   __device__ __forceinline__ void read_ids() {
@@ -68,7 +72,7 @@ struct Scout {
     const bool near = tile < work.window_tiles;
     const int at = (near ? tile : tile - work.window_tiles) * KEYS + lane;
     const int* ids = near ? window.ids : compressed.ids;
-    ids += (near ? window.ids_stride : compressed.ids_stride) * work.row(item);
+    ids += (near ? window.ids_stride : compressed.ids_stride) * row;
     const int count = near ? window.count : compressed.count;
     if (at < count) low = ids[at];
     if (at + 32 < count) high = ids[at + 32];
@@ -76,7 +80,7 @@ struct Scout {
   __device__ __forceinline__ void start(int first) {
     item = first;
     if (item >= work.items()) return;
-    tile = work.first_tile(item), end = work.end_tile(item);
+    row = work.row(item), tile = work.first_tile(item), end = work.end_tile(item);
     read_ids();
   }
   __device__ __forceinline__ void advance() {
@@ -107,7 +111,8 @@ struct Scout {
         bits = keys();
       }
       const bool near = tile < work.window_tiles;
-      const Records& from = near ? window : compressed;
+      // By value: a choice of addresses would put both into local memory.
+      const Records from = near ? window : compressed;
       const int bytes = near ? BYTES<WINDOW> : BYTES<COMPRESSED>;
       to.records[lane] = from.record(low, bytes);
       to.records[lane + 32] = from.record(high, bytes);
@@ -127,10 +132,13 @@ struct Producer {
   // This thread's row of a tile, its segment (0..3) of 32 columns among those of a half, and its row's bytes.
   int row, segment;
   uint8_t* raw;
+  // The first row of this warp, and its bytes.
+  int row_0;
+  uint8_t* raw_0;
 
   // What a producer keeps of a tile.
   struct Part {
-    int item;
+    int item, slot;  // `slot` of the scout's tiles
     bool near;
     const uint8_t* record;  // of this thread's row, null where there is none
   };
@@ -138,20 +146,30 @@ struct Producer {
     barrier_wait(&shared.posted[number % TILES], number / TILES & 1);
     const Tile& tile = shared.tiles[number % TILES];
     const int4 head = *reinterpret_cast<const int4*>(&tile);
-    return {head.x, head.z != 0, tile.records[row]};
+    return {head.x, number % TILES, head.z != 0, tile.records[row]};
   }
 
   // Copies this warp's records to its place: whole ones (NVFP4), or halves of 256 columns with all scales (MXFP8);
   // zeros where there is none. Layouts that are read directly need no copy.
   __device__ __forceinline__ void fetch(const Part& of, int half) {
     if (of.item < 0 || !(of.near ? COPIED<WINDOW> : COPIED<COMPRESSED>)) return;
-    const bool small = (of.near ? WINDOW : COMPRESSED) == NVFP4, held = of.record != nullptr;
-    const int piece = opaque(segment);  // or the addresses of all cases are kept in registers
-    uint8_t* to = raw + piece * 16;
-    const uint8_t* record = of.record + piece * 16;
+    // Sixteen lanes copy 256 bytes of one record: shared memory takes what a line of memory holds at once.
+    const bool small = (of.near ? WINDOW : COMPRESSED) == NVFP4;
+    const int lane = opaque(threadIdx.x & 31);
+    const uint8_t* const* records = shared.tiles[of.slot].records + row_0;
+    const int offset = (lane & 15) * 16 + half * 256;
+    uint8_t* to = raw_0 + (lane >> 4) * RAW_ROW + (lane & 15) * 16;
 #pragma unroll
-    for (int k = 0; k < 256; k += 64) copy_16(to + k, record + half * 256 + k, held);
-    if (piece < (small ? 2 : 1)) copy_16(to + 256, record + (small ? 256 : 512), held);
+    for (int k = 0; k < 8; k += 2) {
+      const uint8_t* record = records[k + (lane >> 4)];
+      copy_16(to + k * RAW_ROW, record + offset, record != nullptr);
+    }
+    // The rest, or all scales: two pieces a record or one.
+    const int last = small ? lane >> 1 : lane, piece = small ? lane & 1 : 0;
+    if (last < 8) {
+      const uint8_t* record = records[last];
+      copy_16(raw_0 + last * RAW_ROW + 256 + piece * 16, record + (small ? 256 : 512) + piece * 16, record != nullptr);
+    }
     copy_commit();
   }
 
@@ -180,7 +198,8 @@ struct Producer {
           scales[e] = raw[256 + half * 8 + at];
         }
       }
-      const bool simple = !__any_sync(~0u, unusual<LAYOUT>(scales[0] | scales[1]));  // all have read
+      const bool simple = !__any_sync(~0u, unusual<LAYOUT>(scales[0] | scales[1]));
+      __syncwarp();  // all have read
       if (half == 1)
         fetch(then, 0);
       else if (LAYOUT == MXFP8)
@@ -210,6 +229,7 @@ struct Producer {
     const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) % PRODUCERS;
     row = opaque(warp * 8 + (lane & 7)), segment = opaque(lane >> 3);
     raw = shared.raw[0] + opaque(row * RAW_ROW);
+    row_0 = warp * 8, raw_0 = shared.raw[warp];
     int tile = 0, buffer = 0, turn = 0, current = -1, items = 0;  // counts of this block
     Part now = part(tile);
     fetch(now, 0);
@@ -308,30 +328,23 @@ __device__ __forceinline__ void write_out(Out& out, float2 factor, const Work& w
         *reinterpret_cast<float2*>(to + 8 * j) = make_float2(out[j >> 4][4 * (j & 15) + 2 * r], out[j >> 4][4 * (j & 15) + 2 * r + 1]);
       continue;
     }
-    uint8_t* to = result.out + 2 * (work.row(item) * result.out_row + at * result.out_head) + half * 512 + quad * 16;
+    uint8_t* to = result.out + 2 * (work.row(item) * result.out_row + at * result.out_head) + half * 512;
+    to += (quad & 1) * 16 + (quad >> 1) * 8;
 #pragma unroll
-    for (int j = 0; j < 32; j += 4) {
-      // Four threads hold 16 bytes of four column groups in pieces of 4: each gathers one group.
-      uint32_t a[4];
+    for (int j = 0; j < 32; j += 2) {
+      // Four threads hold 16 bytes of two column groups in pieces of 4: each gathers half of one.
+      uint32_t a[2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < 2; ++i) {
         const int at = 4 * ((j & 15) + i) + 2 * r;
         const float low = out[j >> 4][at] * by, high = out[j >> 4][at + 1] * by;
         // Columns 448 and up: eight groups of four angles.
         a[i] = half == 1 && j >= 24 ? rotated(low, high, result.angles, work.row(item), 4 * (j + i - 24) + quad)
                                     : pair(low, high);
       }
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        const uint32_t other = __shfl_xor_sync(~0u, lane & 1 ? a[i] : a[i + 1], 1);
-        (lane & 1 ? a[i] : a[i + 1]) = other;
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t other = __shfl_xor_sync(~0u, lane & 2 ? a[i] : a[i + 2], 2);
-        (lane & 2 ? a[i] : a[i + 2]) = other;
-      }
-      if (at < work.heads) *reinterpret_cast<uint4*>(to + 16 * j) = make_uint4(a[0], a[1], a[2], a[3]);
+      const uint32_t other = __shfl_xor_sync(~0u, lane & 1 ? a[0] : a[1], 1);
+      (lane & 1 ? a[0] : a[1]) = other;
+      if (at < work.heads) *reinterpret_cast<uint2*>(to + 16 * j) = make_uint2(a[0], a[1]);
     }
   }
 }
@@ -345,14 +358,15 @@ struct Queries {
 // Copies those of an item, if there is one, to shared memory in the tensor cores' layout; 128 threads.
 __device__ __forceinline__ void copy_q(const Work& work, Shared& shared, const Queries& q, int item) {
   if (item >= work.items()) return;
-  const uint8_t* from = q.at + 2 * work.row(item) * q.row;
-  const int first = work.head(item);
-#pragma unroll 4
-  for (int i = threadIdx.x & 127; i < HEADS * 64; i += 128) {
-    const int head = i >> 6, piece = i & 63;
-    const bool held = first + head < work.heads;
-    copy_16(shared.q + (piece >> 3) * COLUMN_BYTES + swizzle_128(head, piece & 7),
-            from + 2 * (held ? first + head : 0) * q.head + piece * 16, held);
+  // A thread has a piece of every second head.
+  const int piece = threadIdx.x & 63, odd = threadIdx.x >> 6 & 1, first = work.head(item) + odd;
+  const uint8_t* from = q.at + 2 * (work.row(item) * q.row + first * q.head) + piece * 16;
+  uint8_t* to = shared.q + (piece >> 3) * COLUMN_BYTES + odd * 128;
+  const int place = ((piece & 7) ^ odd) << 4;  // in the row of the first; heads 2, 4 and 6 further differ in two bits
+#pragma unroll 8
+  for (int i = 0; i < HEADS / 2; ++i) {
+    copy_16(to + i * 256 + (place ^ (i & 3) << 5), from, first + 2 * i < work.heads);
+    from += 4 * q.head;
   }
   copy_commit();
 }
@@ -414,16 +428,16 @@ __device__ __forceinline__ void consume_scores(const Work& work, Shared& shared,
         new_top[r] = fmaxf(new_top[r], __shfl_xor_sync(~0u, new_top[r], 1));
         new_top[r] = fmaxf(new_top[r], __shfl_xor_sync(~0u, new_top[r], 2));
         new_top[r] *= scale_2;
-        // A maximum that grows by little stays: weights up to 256 instead of 1 are no less exact.
-        if (!(new_top[r] > top[r] + 8)) new_top[r] = top[r];
+        // A maximum that grows by less stays: weights up to 65536 instead of 1 are no less exact.
+        if (!(new_top[r] > top[r] + 16)) new_top[r] = top[r];
         base[r] = new_top[r] == -INFINITY ? 0.f : new_top[r];
       }
-      rescale.x = exp2f(top[0] - base[0]), rescale.y = exp2f(top[1] - base[1]);
+      rescale.x = exp2_flush(top[0] - base[0]), rescale.y = exp2_flush(top[1] - base[1]);
       top[0] = new_top[0], top[1] = new_top[1];
       float added[2] = {0, 0};
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
-        s[i] = exp2f(fmaf(s[i], scale_2, -base[i >> 1 & 1]));
+        s[i] = exp2_flush(fmaf(s[i], scale_2, -base[i >> 1 & 1]));
         added[i >> 1 & 1] += s[i];
       }
       sum[0] = sum[0] * rescale.x + added[0], sum[1] = sum[1] * rescale.y + added[1];
@@ -539,10 +553,10 @@ __device__ __forceinline__ void attend(Address q, long long q_row, long long q_h
   Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
   if (threadIdx.x == 0) {
     for (int b = 0; b < 2; ++b) {
-      for (int half = 0; half < 2; ++half) barrier_init(&shared.full[b][half], PRODUCERS), barrier_init(&shared.empty[b][half], 4);
+      for (int half = 0; half < 2; ++half) init_warps(&shared.full[b][half], PRODUCERS), init_warps(&shared.empty[b][half], 4);
     }
-    for (int i = 0; i < TILES; ++i) barrier_init(&shared.posted[i], 1);
-    barrier_init(&shared.sent, 4), barrier_init(&shared.taken, 4);
+    for (int i = 0; i < TILES; ++i) init_warps(&shared.posted[i], 1);
+    init_warps(&shared.sent, 4), init_warps(&shared.taken, 4);
     for (int i = 0; i < 4; ++i) shared.spoiled[i] = 0;
     fence_barrier_init();
   }
