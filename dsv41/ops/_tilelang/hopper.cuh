@@ -164,13 +164,6 @@ __device__ __forceinline__ void wait_for_count(const int* p, int count) {
   while (!count_reached(p, count)) __nanosleep(50);
 }
 
-// 2^x, results below 2^-126 as 0: what exp2f computes, without its way around them.
-__device__ __forceinline__ float exp2_flush(float x) {
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-}
-
 // Instructions go above this line, with a twin in tests/tools/cuda_emu/emu_hopper.h; plain C++ goes below.
 }  // namespace hopper
 #endif  // DSV41_EMULATE

@@ -432,12 +432,12 @@ __device__ __forceinline__ void consume_scores(const Work& work, Shared& shared,
         if (!(new_top[r] > top[r] + 16)) new_top[r] = top[r];
         base[r] = new_top[r] == -INFINITY ? 0.f : new_top[r];
       }
-      rescale.x = exp2_flush(top[0] - base[0]), rescale.y = exp2_flush(top[1] - base[1]);
+      rescale.x = exp2f(top[0] - base[0]), rescale.y = exp2f(top[1] - base[1]);
       top[0] = new_top[0], top[1] = new_top[1];
       float added[2] = {0, 0};
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
-        s[i] = exp2_flush(fmaf(s[i], scale_2, -base[i >> 1 & 1]));
+        s[i] = exp2f(fmaf(s[i], scale_2, -base[i >> 1 & 1]));
         added[i >> 1 & 1] += s[i];
       }
       sum[0] = sum[0] * rescale.x + added[0], sum[1] = sum[1] * rescale.y + added[1];

@@ -88,11 +88,6 @@ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
 inline bool count_reached(const int* p, int count) { return *p >= count; }
 inline void wait_for_count(const int* p, int count) { emu::wait_for_count(p, count); }
 
-inline float exp2_flush(float x) {
-  const float y = exp2f(x);
-  return y < 0x1p-126f ? 0 : y;
-}
-
 inline uint32_t byte_select(uint32_t low, uint32_t high, uint32_t selector) { return __byte_perm(low, high, selector); }
 
 #define RS(name, a_type, b_type, transposed)                                                                  \
