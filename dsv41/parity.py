@@ -21,7 +21,7 @@ from .cache import page_slots
 _FLOATS = (torch.float32, torch.bfloat16)
 # Ops that round f32 sums to codes: a sum in another order flips one in many thousands.
 _ROUNDED = ("mhc_boundary", "rms_norm_quantize", "swiglu_quantize", "write_cache")
-FLIPS = 1e-4  # the share of them; seen on an H200: up to 4e-5
+FLIPS = 1e-4  # the share of them; seen on an H200: up to 4e-5, and one flipped scale
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Row:
     """One output of one call: DeepGEMM's distance for floats, the share of differing elements otherwise.
 
     slack: what ``value`` may be above any bound although the kernel is right. Codes of f32 sums differ
-        now and then: a share of `FLIPS`, or two codes. Experts round inside, where a flipped scale
-        costs the 32 values of its block a bit: as much as eight blocks of the call, which matters in
-        small calls only.
+        now and then: a share of `FLIPS`, and two blocks of 32 with their scales. Experts round inside,
+        where a flipped scale costs the 32 values of its block a bit: as much as eight blocks of the
+        call, which matters in small calls only.
     where: what `compare` was told about the place of the call, such as its layer.
     """
 
@@ -158,7 +158,7 @@ def _slack(op: str, args: tuple[Any, ...], got: torch.Tensor) -> float:
         inner = args[2].numel() * args[4].shape[1] // 2  # pairs of token and expert times their width
         return 2**-9 * min(1.0, 8 * 32 / inner)  # half of the square of 2^-4, on blocks among all
     if op in _ROUNDED and got.dtype not in _FLOATS:
-        return FLIPS + 2 / got.numel()
+        return FLIPS + 2 * 33 / got.numel()
     return 0.0
 
 

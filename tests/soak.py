@@ -3,7 +3,7 @@
 Requests of random lengths arrive, run in random chunks beside each other, with padding rows in between, draft
 and take back, are cancelled and end. Whenever one ends, every record that its caches hold must be that of its
 text alone: on a CPU of the dense reference in float64, on a GPU of a state of its own that got the text in
-even chunks (never more rows than one class of kernels takes, so that bits must agree). Memory must not grow.
+even chunks, both inside `batch_invariant()`, where bits must agree. Memory must not grow.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from dsv41_reference import accumulate, keep_weights
 
-from dsv41 import V41FlashConfig, prepare
+from dsv41 import V41FlashConfig, batch_invariant, prepare
 from dsv41.cache import page_slots
 from dsv41.layers import V41Flash, V41State
 from tests import models
@@ -165,6 +165,8 @@ def run(
         if soak.device.type == "cpu":
             stack.enter_context(accumulate(torch.float64))
             stack.enter_context(keep_weights())
+        else:
+            stack.enter_context(batch_invariant())
         while soak.counts.steps < steps if steps else time.monotonic() < end:
             soak.step()
     return soak.counts
@@ -172,7 +174,8 @@ def run(
 
 def on_gpu(cfg: V41FlashConfig, drafter: bool = False) -> V41Flash:
     """The synthetic model of a config on the GPU, packed and prepared, its tables beside it."""
-    prepare(cfg, max_requests=4, step_tokens=128, drafter=drafter)
+    with batch_invariant():
+        prepare(cfg, max_requests=4, step_tokens=128, drafter=drafter)
     model = models.build(cfg, drafter=drafter).cuda().pack()
     for layer in cfg.engram.layers:
         block: Any = model.layers[layer]
