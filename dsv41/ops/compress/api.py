@@ -154,7 +154,8 @@ def write_cache(
         round_rope: round the rotated row to bf16 before it is quantised.
 
     Contract: no host sync on accelerators; graph-safe; allocates nothing; writes the records at ``slots`` and
-        no other byte; the same bits on every run.
+        no other byte; the same bits on every run. A NaN stays one in the record, but nvfp4 and mxfp4 records
+        have none: it becomes 0.
     Reference: dsv41_reference.cache.write_cache
     """
     name = "write_cache"

@@ -122,7 +122,11 @@ def hopper_parts(tokens: int, hidden: int) -> tuple[int, int]:
 
 
 def mhc_scratch(num_tokens: int, hidden: int) -> int:
-    """f32 numbers of scratch that the mixes of ``num_tokens`` rows need on an accelerator."""
+    """f32 numbers (not bytes) of scratch that the mixes of exactly ``num_tokens`` rows need on accelerators.
+
+    Not for at most so many: the columns of few rows are cut into more parts, and more rows may need less.
+    For several sizes take the largest.
+    """
     check_sizes("mhc_scratch", num_tokens=num_tokens)
     check_sizes("mhc_scratch", 1, hidden=hidden)
     number = max(parts(num_tokens, hidden)[0], hopper_parts(num_tokens, hidden)[0])
@@ -289,8 +293,8 @@ def mhc_boundary(
         Boundary: x (``out`` itself when it was given), pre, post, comb of the next sub-layer, norm
         [num_tokens, hidden] bf16 and q, its MXFP8.
 
-    Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run and for every
-        batch a row is in, and those of `mhc_mixes` on the new streams.
+    Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run, on an
+        accelerator for every batch a row is in, and those of `mhc_mixes` on the new streams.
     Reference: dsv41_reference.hyper.mhc_boundary
     """
     name = "mhc_boundary"

@@ -163,8 +163,9 @@ def block_linear_scratch(
         numerics: "exact" for MXFP8 weights, "fp8" for packed ones.
 
     Returns:
-        A pure function of the sizes: the activations once for "fp8", in bf16 for more than 128 tokens of
-        "exact", and up to 12 f32 results of at most 512 tokens.
+        A pure function of the sizes and of ``batch_invariant()``: the activations once for "fp8", in bf16 for
+        more than 128 tokens of "exact" (any number inside), and up to 12 f32 results of at most 512 tokens
+        (none inside).
     """
     name = "block_linear_scratch"
     check_sizes(name, num_tokens=num_tokens)
@@ -341,8 +342,8 @@ def linear(
     Returns:
         [num_tokens, out]; ``out`` itself when it was given.
 
-    Contract: no host sync; graph-safe; allocates only what is None; the same bits on every
-        run, and inside ``batch_invariant()`` whatever other rows are in the call.
+    Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run, and on an
+        accelerator inside ``batch_invariant()`` whatever other rows are in the call.
     Reference: dsv41_reference.linear.linear
     """
     check_tensor("linear", "w", w, (None, None), torch.bfloat16)

@@ -183,8 +183,9 @@ def mxfp4_moe(
         or 0.
 
     Contract: no host sync on accelerators; graph-safe; allocates only what is None (and the quantised x); the
-        same bits on every run; a row's bits do not depend on what the other rows hold. A kernel may choose
-        its tiles, and with them the last bits, by how many rows there are.
+        same bits on every run; on an accelerator a row's bits do not depend on what the other rows hold. A
+        kernel may choose its tiles, and with them the last bits, by how many rows there are, except inside
+        ``batch_invariant()``.
     Reference: dsv41_reference.moe.mxfp4_moe
     """
     name = "mxfp4_moe"
