@@ -354,11 +354,17 @@ def no_compile() -> Iterator[None]:
 def batch_invariant() -> Iterator[None]:
     """Inside the context a row's bits depend neither on other rows of a call nor on how many there are.
 
-    Most ops hold that anyway. `block_linear`, `grouped_linear`, `mxfp4_moe` and `sparse_attn` choose the
+    That is promised for kernels on an accelerator, except ``torch_cuda`` of `block_linear` and
+    `grouped_linear` (sizes without a kernel), which multiplies with a library. On a CPU the references run,
+    and float32 sums of the matrix library depend on the number of rows, in this context too; there
+    ``dsv41_reference.accumulate(torch.float64, row_at_a_time=True)`` makes rows independent.
+
+    Most ops hold it anyway. `block_linear`, `grouped_linear`, `mxfp4_moe` and `sparse_attn` choose the
     order of their sums by the number of tokens: here they take, for every call, the one of many tokens,
-    which is slower for few; and `linear` takes a kernel with one order instead of a library's. Call
-    `prepare` inside too. Scratch functions follow the context; a graph keeps what it was captured with.
-    All threads of the process are in it.
+    which is slower for few; and `linear` takes a kernel with one order instead of a library's. The classes
+    outside are listed in docs/linear.md and docs/experts.md. Call `prepare` inside too. Scratch functions
+    follow the context: ask for sizes inside it. A graph keeps what it was captured with. All threads of the
+    process are in it.
     """
     global _invariant
     before, _invariant = _invariant, True

@@ -218,7 +218,7 @@ def quantize_mxfp8(x: torch.Tensor, *, tile_rows: int = 1, floor: float = _quant
         floor: smallest block maximum that the scale is chosen for.
 
     Returns:
-        MXFP8 view over new tensors on the device of ``x``.
+        MXFP8 view over new tensors on the device of ``x``. A NaN stays in its element.
     """
     check(tile_rows in (1, 32), "quantize_mxfp8", "tile_rows: 1 or 32", tile_rows)
     _check_blocks("quantize_mxfp8", x, 32)
@@ -262,7 +262,7 @@ def quantize_mxfp4(x: torch.Tensor, *, floor: float = _quant.FLOOR_MXFP4) -> MXF
         floor: smallest block maximum that the scale is chosen for.
 
     Returns:
-        MXFP4 view over new tensors on the device of ``x``.
+        MXFP4 view over new tensors on the device of ``x``. A NaN becomes 0: E2M1 has none.
     """
     _check_blocks("quantize_mxfp4", x, 32)
     values, code = _quant.to_mxfp4(x, floor)
@@ -277,7 +277,7 @@ def quantize_nvfp4(x: torch.Tensor, *, floor: float = _quant.FLOOR_NVFP4) -> NVF
         floor: smallest block maximum that the scale is chosen for.
 
     Returns:
-        NVFP4 view over new tensors on the device of ``x``.
+        NVFP4 view over new tensors on the device of ``x``. A NaN becomes 0: E2M1 has none.
     """
     _check_blocks("quantize_nvfp4", x, 16)
     return NVFP4(*_quant.to_nvfp4(x, floor))

@@ -47,7 +47,10 @@ def sparse_attn_scratch(
     compressed: int,
     num_splits: int | None = None,
 ) -> int:
-    """Bytes of scratch that ``sparse_attn`` needs on an accelerator, a pure function of the sizes.
+    """Bytes of scratch that ``sparse_attn`` needs on an accelerator for exactly these sizes.
+
+    Not for at most so many tokens: few are split and many are not, so more may need less. For several sizes
+    take the largest. A pure function of the sizes and of ``batch_invariant()``, where None splits nothing.
 
     Args:
         window: slots a row of ``window_ids``.
@@ -213,8 +216,8 @@ def sparse_attn(
             back, for ``grouped_linear``. None leaves it as it is.
         return_lse: also return the log-sum-exp of the scores, without the sink.
         num_splits: parts into which the keys of a query are split on an accelerator, at least 1. None takes
-            what fills the device, so that a row's last bits may depend on the batch; with a fixed number
-            they do not.
+            what fills the device, so that a row's last bits may depend on the batch; with a fixed number,
+            or inside ``batch_invariant()``, they do not.
         out: [num_tokens, num_heads, head_dim] bf16 to write into.
         scratch: [n] uint8, at least ``sparse_attn_scratch(...)`` bytes; contents need no preparation.
 
@@ -223,8 +226,8 @@ def sparse_attn(
         ids are all -1 is 0 and -inf. A row that reads a non-finite record is NaN, and no other row is.
 
     Contract: no host sync on accelerators; graph-safe; allocates only what is None; the same bits on every
-        run, whatever else is in the batch where ``num_splits`` is given; bytes of records that no id names
-        are not read into any result.
+        run, on an accelerator whatever else is in the batch where ``num_splits`` is given or inside
+        ``batch_invariant()``; bytes of records that no id names are not read into any result.
     Reference: dsv41_reference.attn.sparse_attn
     """
     name = "sparse_attn"

@@ -132,7 +132,8 @@ def quantize_mxfp8(x: torch.Tensor, *, floor: float = 1e-4, out: MXFP8 | None = 
         MXFP8; ``out`` itself when it was given. No tokens give empty tensors.
 
     Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run and for every
-        batch a row is in. A NaN spoils its own block only.
+        batch a row is in. A NaN stays an E4M3 NaN, does not count in the maximum and changes no other value;
+        an infinity becomes 448 under the largest scale.
     Reference: dsv41_reference.quant.quantize_mxfp8
     """
     _check_rows("quantize_mxfp8", x, 32)
@@ -155,7 +156,8 @@ def quantize_mxfp4(x: torch.Tensor, *, floor: float = 6 * 2.0**-126, out: MXFP4 
     Returns:
         MXFP4; ``out`` itself when it was given. No tokens give empty tensors.
 
-    Contract: as `quantize_mxfp8`.
+    Contract: as `quantize_mxfp8`, but E2M1 has no NaN: one becomes 0 and does not count in the maximum; an
+        infinity becomes 6 under the largest scale.
     Reference: dsv41_reference.quant.quantize_mxfp4
     """
     _check_rows("quantize_mxfp4", x, 32)
@@ -178,7 +180,8 @@ def quantize_nvfp4(x: torch.Tensor, *, floor: float = 6 * 2.0**-9, out: NVFP4 | 
     Returns:
         NVFP4; ``out`` itself when it was given. No tokens give empty tensors.
 
-    Contract: as `quantize_mxfp8`.
+    Contract: as `quantize_mxfp8`, but E2M1 has no NaN: one becomes 0 and does not count in the maximum; an
+        infinity becomes 6 under the scale 448.
     Reference: dsv41_reference.quant.quantize_nvfp4
     """
     _check_rows("quantize_nvfp4", x, 16)
