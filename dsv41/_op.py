@@ -78,6 +78,14 @@ def check_tensor(
         check(False, name, f"{label}: last dimension contiguous", f"strides {tuple(x.stride())}")
 
 
+def check_apart(name: str, label: str, x: torch.Tensor) -> None:
+    """Check that a tensor that is written has no dimension whose elements are one (stride 0, expanded)."""
+    one = any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True))
+    check(
+        not one or not x.numel(), name, f"{label}: elements apart in memory", f"strides {tuple(x.stride())}"
+    )
+
+
 def check_sizes(name: str, least: int = 0, **sizes: Any) -> None:
     """Check sizes that a caller gives as numbers: integers of at least ``least``."""
     for label, size in sizes.items():
@@ -99,6 +107,7 @@ def output(
     if out is None:
         return torch.empty(shape, dtype=dtype, device=like.device)
     check_tensor(name, label, out, shape, dtype, like=like)
+    check_apart(name, label, out)
     return out
 
 

@@ -25,6 +25,14 @@ def _bytes(scale: torch.Tensor) -> torch.Tensor:
 def _check_pair(name: str, values: object, scale: object) -> None:
     tensors = isinstance(values, torch.Tensor) and isinstance(scale, torch.Tensor)
     check(tensors, name, "values and scale: tensors", (type(values).__name__, type(scale).__name__))
+    if isinstance(values, torch.Tensor) and isinstance(scale, torch.Tensor):
+        _check_device(name, values, scale=scale)
+
+
+def _check_device(name: str, like: torch.Tensor, **others: torch.Tensor) -> None:
+    """One device for all tensors of a view: "meta" too, if all are there."""
+    for label, x in others.items():
+        check(x.device == like.device, name, f"{label} on {like.device}", f"{x.device}")
 
 
 @dataclass(frozen=True)
@@ -177,17 +185,16 @@ class MXFP4Experts:
         name = "MXFP4Experts"
         tensors = all(isinstance(t, torch.Tensor) for t in (self.w13, self.w13_scale, self.w2, self.w2_scale))
         check(tensors, name, "four tensors", type(self.w13).__name__)
+        _check_device(name, self.w13, w13_scale=self.w13_scale, w2=self.w2, w2_scale=self.w2_scale)
         check(self.w13.dim() == 3, name, "w13: [num_experts, 2 * inter, hidden/2] uint8", self.w13)
         if not self.layout.startswith("plain"):
             return
         experts, inter, hidden = self.w13.shape[0], self.w13.shape[1] // 2, self.w13.shape[2] * 2
         check_tensor(name, "w13", self.w13, (experts, 2 * inter, hidden // 2), torch.uint8)
         check(hidden % 32 == 0 and inter % 32 == 0, name, "hidden and inter multiples of 32", self.w13)
-        check_tensor(
-            name, "w13_scale", self.w13_scale, (experts, 2 * inter, hidden // 32), E8M0, like=self.w13
-        )
-        check_tensor(name, "w2", self.w2, (experts, hidden, inter // 2), torch.uint8, like=self.w13)
-        check_tensor(name, "w2_scale", self.w2_scale, (experts, hidden, inter // 32), E8M0, like=self.w13)
+        check_tensor(name, "w13_scale", self.w13_scale, (experts, 2 * inter, hidden // 32), E8M0)
+        check_tensor(name, "w2", self.w2, (experts, hidden, inter // 2), torch.uint8)
+        check_tensor(name, "w2_scale", self.w2_scale, (experts, hidden, inter // 32), E8M0)
 
     @property
     def num_experts(self) -> int:

@@ -22,6 +22,7 @@ from dsv41.formats import (
     MXFP4,
     MXFP8,
     NVFP4,
+    FP8Tiles,
     MXFP4Experts,
     f8_128x4_offset,
     interleave8_row,
@@ -473,6 +474,24 @@ def test_dead_blocks_do_not_hinder_folding() -> None:
 # Views.
 
 B8 = torch.zeros(2, 64, dtype=torch.uint8)
+
+
+def experts(device: str = "cpu") -> dict[str, Any]:
+    """The tensors of two experts of hidden and inter 32."""
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(2, *shape, dtype=torch.uint8, device=device)
+
+    scales = {"w13_scale": zeros(64, 1).view(E8M0), "w2_scale": zeros(32, 1).view(E8M0)}
+    return {"w13": zeros(64, 16), "w2": zeros(32, 16), **scales}
+
+
+DEVICES: dict[Any, Any] = {
+    MXFP8: lambda v, s: MXFP8(v.view(E4M3), s[:, :2].view(E8M0)),
+    FP8Tiles: lambda v, s: FP8Tiles(v.view(1, 128).view(E4M3), s[:1, :1].view(E8M0)),
+    MXFP4: lambda v, s: MXFP4(v, s[:, :4].view(E8M0)),
+    NVFP4: lambda v, s: NVFP4(v, s[:, :8].view(E4M3)),
+}
 VIEW_ERRORS = {
     "rows": (lambda: MXFP8(B8.view(E4M3), B8.view(E8M0), 16), "MXFP8: expected tile_rows: 1 or 32, got 16"),
     "values": (lambda: MXFP8(B8, B8[:, :2].view(E8M0)), r"MXFP8: expected values: \[..., K\] float8_e4m3fn"),
@@ -490,7 +509,26 @@ VIEW_ERRORS = {
     "nv values": (lambda: NVFP4(B8.view(E4M3), B8.view(E4M3)), r"NVFP4: expected values: \[..., K/2\] uint8"),
     "nv width": (lambda: NVFP4(B8[:, :4], B8.view(E4M3)), "NVFP4: expected values: K a multiple of 16"),
     "nv scale": (lambda: NVFP4(B8, B8.view(E8M0)), r"NVFP4: expected scale: \[2, 8\] float8_e4m3fn"),
+    **{
+        f"{kind.__name__} {where} on meta": (
+            lambda make=make, a=a, b=b: make(B8.to(a), B8.to(b)),
+            f"{kind.__name__}: expected scale on {a}, got {b}",
+        )
+        for where, a, b in (("scale", "cpu", "meta"), ("values", "meta", "cpu"))
+        for kind, make in DEVICES.items()
+    },
     "experts": (lambda: MXFP4Experts(B8, B8, B8, B8), "MXFP4Experts: expected w13"),
+    **{
+        f"experts {label} on meta": (
+            lambda label=label: MXFP4Experts(**(experts() | {label: experts("meta")[label]})),
+            f"MXFP4Experts: expected {label} on cpu, got meta",
+        )
+        for label in ("w13_scale", "w2", "w2_scale")
+    },
+    "experts foreign": (
+        lambda: MXFP4Experts(torch.zeros(1, 2, 3), B8, B8, B8.to("meta"), layout="somebody_cuda"),
+        "MXFP4Experts: expected w2_scale on cpu, got meta",
+    ),
     "experts w2": (
         lambda: MXFP4Experts(
             torch.zeros(2, 64, 16, dtype=torch.uint8),
@@ -516,6 +554,13 @@ def test_errors(error: str) -> None:
     call, message = VIEW_ERRORS[error]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_all_tensors_of_a_view_may_be_meta() -> None:
+    meta = MXFP4Experts(**experts("meta"))
+    assert meta.w2_scale.device.type == "meta"
+    for make in DEVICES.values():
+        assert make(B8.to("meta"), B8.to("meta")).values.is_meta
 
 
 def test_a_foreign_layout_is_not_checked_by_shape() -> None:

@@ -294,6 +294,10 @@ TENSORS: dict[str, tuple[Any, str]] = {
         lambda: check_tensor("op", "x", X.T, (4, 2), torch.float32),
         r"last dimension contiguous, got strides",
     ),
+    "out apart": (
+        lambda: output("op", X[:1].expand(2, 4), (2, 4), torch.float32, X),
+        r"op: expected out: elements apart in memory, got strides \(0, 1\)",
+    ),
     "out": (
         lambda: output("op", X, (2, 5), torch.float32, X),
         r"op: expected out: \[2, 5\] float32, got \[2, 4\]",
@@ -317,6 +321,8 @@ def test_output() -> None:
     new = output("op", None, (2, 3), torch.int32, X)
     assert new.shape == (2, 3) and new.dtype == torch.int32 and new.device == X.device
     assert output("op", X, (2, 4), torch.float32, X) is X
+    for one in (X[:1, :1].expand(1, 1), X[0].expand(1, 4), X[0].expand(0, 4)):  # nothing lies on another
+        assert output("op", one, tuple(one.shape), torch.float32, X) is one
 
 
 @pytest.mark.parametrize(("value", "on"), [("", False), ("0", False), ("1", True), ("yes", True)])

@@ -222,12 +222,20 @@ def forward_complete(
 ) -> torch.Tensor:
     """``model(...)`` in the fixed form, and once more in the exact form if any rank lost a pair.
 
-    Every rank repeats if one does. Waits for the device and for all ranks, as reading the tokens does. The
-    state must allow a rollback of the step's tokens (``V41State.allocate(drafts=...)``).
+    Every rank repeats if one does. Waits for the device and for all ranks, as reading the tokens does.
+
+    A step in the fixed form may have at most ``state.max_rollback`` rows a request, which
+    ``V41State.allocate(drafts=...)`` sets, overflow or not; ``max_len`` bounds them (without it the exact
+    value on a CPU, all rows elsewhere). A longer step is refused before anything is written.
     """
     group = model.ep
     check(group is not None, "forward_complete", "a model with an ep_group", None)
     assert group is not None
+    if not group.exact:
+        step = (options.get(key) for key in ("cu_seqlens", "max_len", "rows", "draft_inputs"))
+        most, length = state.max_rollback, model._check(tokens, positions, state, *step)[1]
+        room = f"at most {most} rows a request (drafts= of V41State.allocate; max_len= bounds them)"
+        check(length <= most, "forward_complete", room, length)
     before = state.lens.clone()
     logits = model(tokens, positions, state, **options)
     if not group.exact and any(group.exchange.lost()):

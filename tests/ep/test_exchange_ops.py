@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv41 import V41FlashConfig, ops, use
-from dsv41.formats import MXFP4Experts, quantize_mxfp4, quantize_mxfp8
+from dsv41.formats import E4M3, E8M0, MXFP8, MXFP4Experts, quantize_mxfp4, quantize_mxfp8
 from dsv41.ops.exchange import record_bytes
 from tests.ops.rows import assert_refused, same, tensors
 from tests.tools import triton_interp
@@ -113,6 +113,7 @@ def test_a_row_an_expert_and_the_sum_are_the_ops_own_bits(dtype: torch.dtype, sh
 
 S, W = torch.zeros((2, 3), dtype=I32), torch.rand(2, 3)
 Q, ROWS = quantize_mxfp8(torch.randn(2, 64)), torch.zeros(4, 64, dtype=BF16)
+LAID = MXFP8(torch.zeros(2, 64).to(E4M3), torch.zeros(1, 2, dtype=torch.uint8).view(E8M0).expand(2, 2))
 SOURCE, LOST = torch.zeros(4, dtype=I32), torch.zeros(2, dtype=torch.int64)
 ERRORS: dict[str, Any] = {
     "slots": (lambda: ops.exchange_plan(S.long(), **TWO), r"slots: \[\*, \*\] int32, got \[2, 3\] int64"),
@@ -129,6 +130,10 @@ ERRORS: dict[str, Any] = {
     "room": (
         lambda: ops.exchange_pack_fixed(Q, W, S, **TWO, capacity=0, lost=LOST),
         "capacity: 1 or more, got 0",
+    ),
+    "scale apart": (
+        lambda: ops.exchange_unpack(torch.zeros(2, 96, dtype=torch.uint8), hidden=64, out=(LAID, S, W)),
+        r"exchange_unpack: expected out.scale: elements apart in memory, got strides \(0, 1\)",
     ),
     "hidden": (lambda: ops.exchange_unpack(SOURCE[None], hidden=33), "hidden: a multiple of 32, got 33"),
     "records": (lambda: ops.exchange_unpack(SOURCE[None], hidden=64), r"records: \[\*, 96\] uint8"),

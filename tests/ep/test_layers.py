@@ -117,6 +117,37 @@ def test_an_overflow_is_counted_and_the_step_repeated_exactly() -> None:
         assert same(logits, alone(rank))
 
 
+def test_a_step_that_could_not_be_repeated_is_refused_before_it_is_written() -> None:
+    """Five rows where four can be taken back. The exact form, more drafts, or two requests are fine."""
+    (transport,) = LocalTransport.group(1)
+    model = build(transport, even_map(CFG.num_layers, CFG.num_experts, 1), capacity=64)
+    assert model.ep is not None
+    state, tokens, place = V41State.allocate(CFG, 1, 64), models.text(KIND, 5), models.positions(0, 5)
+    most = state.max_rollback
+    assert most == CFG.draft.block_size + 1 == 4
+    before = [t.clone() for t in written(state)]
+    assert_refused(
+        lambda: forward_complete(model, tokens, place, state),
+        r"forward_complete: expected at most 4 rows a request \(drafts= of V41State.allocate; .*, got 5",
+    )
+    assert all(map(same, before, written(state))) and int(model.ep.step) == 0
+    assert_refused(
+        lambda: forward_complete(model, tokens[:4], place[:4], state, max_len=5), "4 rows .* got 5"
+    )
+    forward_complete(model, tokens[:4], place[:4], state)
+    with model.ep.exactly():
+        forward_complete(model, tokens, place, V41State.allocate(CFG, 1, 64))
+    forward_complete(model, tokens, place, V41State.allocate(CFG, 1, 64, drafts=4))
+    two = torch.cat([place[:4], place[:4]])
+    cu = torch.tensor([0, 4, 8], dtype=torch.int32)
+    forward_complete(model, models.text(KIND, 8), two, V41State.allocate(CFG, 2, 64), cu_seqlens=cu)
+
+
+def written(state: V41State) -> list[torch.Tensor]:
+    caches = [*state.windows, *state.compressed.values(), *state.index_keys.values()]
+    return [state.lens, state.written, state.tokens, *state.carry.values(), *(c.pages for c in caches)]
+
+
 def test_counts_are_of_real_tokens() -> None:
     """Padding rows are neither counted nor sent."""
 

@@ -147,6 +147,7 @@ def test_slots_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 C, Q, N = cache("mxfp8", 4), torch.zeros(2, 1, DIM, dtype=BF16), torch.zeros(2, 1, dtype=torch.int32)
 WIDE = PagedKV(torch.zeros(1, 4, 66, dtype=torch.uint8), Record("mxfp8", 64))
+A = torch.zeros(2, 4)
 META = PagedKV(C.pages.to("meta"), C.record)
 
 
@@ -163,6 +164,11 @@ ERRORS: dict[str, Any] = {
     "compressed device": (refuse(Q, C, N, META, N), "compressed on cpu, got meta"),
     "compressed ids": (refuse(Q, C, N, C, N[:1]), r"compressed_ids: \[2, \*\] int32, got \[1, 1\]"),
     "sink": (refuse(Q, C, N, sink=torch.zeros(2)), r"sink: \[1\] float32, got \[2\]"),
+    "scale": (lambda: ops.sparse_attn(Q, C, N, scale=math.nan), "scale: a number, got nan"),
+    "no cos": (refuse(Q, C, N, inverse_rope=(None, A)), r"inverse_rope: \(cos, sin\), .*, got \(None, \[2"),
+    "no sin": (refuse(Q, C, N, inverse_rope=(A, None)), r"inverse_rope: .* got \(\[2, 4\] float32, None\)"),
+    "no angles": (refuse(Q, C, N, inverse_rope=()), r"inverse_rope: .* got \(\)"),
+    "one angle": (refuse(Q, C, N, inverse_rope=(A,)), r"inverse_rope: .* got \(\[2, 4\] float32\)"),
     "splits": (refuse(Q, C, N, num_splits=0), "num_splits: at least 1, got 0"),
     "scratch": (
         refuse(
@@ -172,6 +178,7 @@ ERRORS: dict[str, Any] = {
     ),
     "scratch dtype": (refuse(Q, C, N, scratch=Q), r"scratch: \[\*\] uint8, got \[2, 1, 32\] bfloat16"),
     "out": (refuse(Q, C, N, out=Q.float()), r"out: \[2, 1, 32\] bfloat16, got \[2, 1, 32\] float32"),
+    "out apart": (refuse(Q, C, N, out=Q[:1].expand(2, 1, DIM)), "out: elements apart in memory, got strides"),
 }
 
 

@@ -182,6 +182,10 @@ ERRORS: dict[str, Any] = {
         lambda: ops.compress_pairs(R, Z, Z, Q[:, :0]),
         r"carry: at least one slot, got \[1, 0, 12\]",
     ),
+    "out apart": (
+        lambda: ops.compress_pairs(R, Z, Z, Q, out=torch.zeros(6, dtype=torch.bfloat16).expand(2, 6)),
+        r"compress_pairs: expected out: elements apart in memory, got strides \(0, 1\)",
+    ),
     "out": (lambda: ops.compress_pairs(R, Z, Z, Q, out=R), r"out: \[2, 6\] bfloat16, got \[2, 12\] float32"),
     "write x": (
         lambda: ops.write_cache(X[:, :32], T, T, Z, C),

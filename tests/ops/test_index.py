@@ -220,6 +220,10 @@ ERRORS: dict[str, Any] = {
     ),
     "topk lens": (lambda: ops.topk(N, ints(1), k=1), r"lens: \[2\] int32, got \[1\]"),
     "topk k": (lambda: ops.topk(N, ints(1, 1), k=0), "k: at least 1, got 0"),
+    "topk out apart": (
+        lambda: ops.topk(N, ints(1, 1), k=1, out=ints(1).expand(2, 1)),
+        r"topk: expected out: elements apart in memory, got strides \(0, 1\)",
+    ),
     "topk out": (lambda: ops.topk(N, ints(1, 1), k=1, out=N), r"out: \[2, 1\] int32, got \[2, 5\] float32"),
     "q": (refuse(q=X), r"index_topk: expected q: MXFP4 \[num_tokens, index_heads, index_dim/2\], got"),
     "keys": (refuse(keys=WIDE), "keys: records of width 32, got Record"),
@@ -230,6 +234,7 @@ ERRORS: dict[str, Any] = {
     "table": (refuse(page_table=S.visible), r"page_table: \[\*, \*\] int32, got \[2\] int32"),
     "top_k": (refuse(top_k=0), r"top_k and block_size: at least 1, got \(0, 1\)"),
     "candidates": (refuse(candidates=N), r"candidates: \[2, \*\] int32, got \[2, 5\] float32"),
+    "out apart": (refuse(out=ints(1).expand(2, 1)), r"out: elements apart in memory, got strides \(0, 1\)"),
     "out": (refuse(out=N), r"out: \[2, 1\] int32, got \[2, 5\] float32"),
 }
 

@@ -70,6 +70,7 @@ def test_swiglu_rows() -> None:
 
 X = torch.zeros(2, 64, dtype=BF16)
 OUT = MXFP8(torch.zeros(2, 32).to(E4M3), torch.zeros(2, 1, dtype=torch.uint8).view(E8M0))
+V8, S8 = torch.zeros(2, 64).to(E4M3), torch.zeros(2, 2, dtype=torch.uint8).view(E8M0)
 ERRORS = {
     "dims": (
         lambda: ops.quantize_mxfp8(X[0]),
@@ -82,6 +83,25 @@ ERRORS = {
     "out": (lambda: ops.quantize_mxfp8(X, out=OUT), r"out.values: \[2, 64\] float8_e4m3fn, got \[2, 32\]"),
     "gate_up": (lambda: ops.swiglu_quantize(X.float(), limit=1.0), r"gate_up: \[\*, \*\] bfloat16, got"),
     "inter": (lambda: ops.swiglu_quantize(X[:, :32], limit=1.0), "inter a multiple of 32, got"),
+    **{
+        f"limit {n}": (
+            lambda n=n: ops.swiglu_quantize(X, limit=n),
+            f"swiglu_quantize: expected limit: a number above 0, got {n}",
+        )
+        for n in (0.0, -1.0, float("nan"))
+    },
+    "out apart": (
+        lambda: ops.quantize_mxfp8(X, out=MXFP8(V8[:1].expand(2, 64), S8)),
+        r"out.values: elements apart in memory, got strides \(0, 1\)",
+    ),
+    "scale apart": (
+        lambda: ops.quantize_mxfp8(X, out=MXFP8(V8, S8[:1].expand(2, 2))),
+        r"out.scale: elements apart in memory, got strides \(0, 1\)",
+    ),
+    "norm apart": (
+        lambda: ops.rms_norm_quantize(X, X[0], eps=0.0, norm=X[:1].expand(2, 64)),
+        r"norm: elements apart in memory, got strides \(0, 1\)",
+    ),
     "weight": (
         lambda: ops.swiglu_quantize(X, limit=1.0, weight=torch.ones(3)),
         r"weight: \[2\] float32, got \[3\]",

@@ -100,6 +100,13 @@ ERRORS: dict[str, Any] = {
         lambda: ops.topk_route(L, B, image_bias=L, image=L[:, 0] > 0, **K),
         r"image_bias: \[8\] float32, got \[2, 8\]",
     ),
+    **{
+        f"temperature {t}": (
+            lambda t=t: ops.topk_route(L, B, temperature=t, **K),
+            f"temperature: a number above 0, got {t}",
+        )
+        for t in (0.0, -1.0, float("nan"))
+    },
     "out ids": (
         lambda: ops.topk_route(L, B, out=(L, L), **K),
         r"out ids: \[2, 2\] int32, got \[2, 8\] float32",

@@ -335,6 +335,9 @@ def test_a_request_does_not_see_its_batch_and_every_lane_is_written(mode):
         again = verify_drafts(**call, mode=mode, out=out)
         assert again is out
         assert all(torch.equal(x, y) for x, y in zip(again, whole, strict=True))
+    laid = whole._replace(tokens=whole.tokens[:1].expand(5, 4))
+    with pytest.raises(ValueError, match=r"out.tokens: elements apart in memory, got strides \(0, 1\)"):
+        verify_drafts(**call, mode=mode, out=laid)
     for r in range(5):
         one = {k: v[r : r + 1] for k, v in call.items() if k not in ("target_logits", "cu_logits")}
         alone = verify_drafts(

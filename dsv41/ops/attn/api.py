@@ -12,6 +12,7 @@ from ..._op import (
     check_sizes,
     check_tensor,
     check_values,
+    describe,
     output,
     tiling_tokens,
     workspace,
@@ -257,8 +258,16 @@ def sparse_attn(
                 check(False, name, f"{label}_ids: distinct in a row", got)
     if sink is not None:
         check_tensor(name, "sink", sink, (heads,), torch.float32, like=q)
-    cos, sin = inverse_rope or (None, None)
-    if cos is not None and sin is not None:
+    # Not a number is unequal to itself.
+    check(isinstance(scale, int | float) and scale == scale, name, "scale: a number", scale)
+    cos = sin = None
+    if inverse_rope is not None:
+        given = tuple(inverse_rope) if isinstance(inverse_rope, tuple | list) else (inverse_rope,)
+        pair = len(given) == 2 and all(isinstance(x, torch.Tensor) and x.dim() == 2 for x in given)
+        if not pair:
+            got = f"({', '.join(map(describe, given))})"
+            check(False, name, "inverse_rope: (cos, sin), [num_tokens, rope_dim/2] float32 each", got)
+        cos, sin = inverse_rope
         check_rope_table(name, cos, sin, tokens, q.shape[2], q)
     out = output(name, out, tuple(q.shape), torch.bfloat16, q)
     lse = output(name, None, (tokens, heads) if return_lse else (0, 0), torch.float32, q)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, check_values, output
+from ..._op import Kernel, Op, check, check_apart, check_tensor, check_values, output
 from ...formats import E4M3, E8M0, MXFP8
 from ..quant.api import mxfp8_operand
 
@@ -253,6 +253,7 @@ def exchange_unpack(
         values = torch.empty((rows, hidden), dtype=E4M3, device=records.device)
         view = MXFP8(values, scale.view(E8M0))
     check_tensor(name, "out.values", view.values, (rows, hidden), E4M3, like=records, contiguous=True)
+    check_apart(name, "out.scale", view.scale)
     out = (
         view,
         output(name, given[1], (rows, 1), torch.int32, records, "out slots"),

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, output
+from ..._op import Kernel, Op, check, check_apart, check_tensor, output
 from ...formats import MXFP8
 from ..quant.api import quantised_output, unaligned
 
@@ -140,6 +140,7 @@ def rms_norm_quantize(
     check_tensor(name, "weight", weight, (x.shape[1],), torch.bfloat16, like=x)
     if norm is not None:
         check_tensor(name, "norm", norm, tuple(x.shape), torch.bfloat16, like=x)
+        check_apart(name, "norm", norm)
     out = quantised_output(name, MXFP8, out, tuple(x.shape), x)
     NORM_QUANTIZE(x, weight, eps, floor, norm, *out.flat())
     return out

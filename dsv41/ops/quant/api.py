@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, check_values, output
+from ..._op import Kernel, Op, check, check_apart, check_tensor, check_values, output
 from ...formats import E4M3, E8M0, MXFP4, MXFP8, NVFP4
 
 _View = TypeVar("_View", MXFP8, MXFP4, NVFP4)
@@ -86,6 +86,7 @@ def quantised_output(
         check(rowwise, name, f"out: {kind.__name__} with a scale a row block", type(out).__name__)
     values = output(name, None if out is None else out.values, (*rows, packed), dtype, like, "out.values")
     if out is not None:
+        check_apart(name, "out.scale", out.scale)
         return out
     groups, scale_dtype = (width // 16, E4M3) if kind is NVFP4 else (width // 32, E8M0)
     scale = torch.empty((*rows, groups), dtype=torch.uint8, device=like.device).view(scale_dtype)
@@ -224,6 +225,7 @@ def swiglu_quantize(
     )
     if weight is not None:
         check_tensor(name, "weight", weight, (tokens,), torch.float32, like=gate_up)
+    check(isinstance(limit, int | float) and limit > 0, name, "limit: a number above 0", limit)
     out = quantised_output(name, MXFP8, out, (tokens, inter), gate_up)
     _SWIGLU(gate_up, weight, limit, round_bf16, *out.flat())
     return out

@@ -87,6 +87,8 @@ def topk_route(
     if image is not None and image_bias is not None:
         check_tensor(name, "image", image, (tokens,), torch.bool, like=logits)
         check_tensor(name, "image_bias", image_bias, (experts,), torch.float32, like=logits)
+    above = isinstance(temperature, int | float) and temperature > 0
+    check(above, name, "temperature: a number above 0", temperature)
     given = out or (None, None)
     out = (
         output(name, given[0], (tokens, top_k), torch.int32, logits, "out ids"),

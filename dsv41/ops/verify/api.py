@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, check_values
+from ..._op import Kernel, Op, check, check_apart, check_tensor, check_values
 
 
 def _small(confidence: torch.Tensor, *_: Any) -> str | None:
@@ -370,6 +370,7 @@ def verify_drafts(
         )
     else:
         check_tensor(name, "out.tokens", out.tokens, (rows, block + 1), torch.int64, like=target_logits)
+        check_apart(name, "out.tokens", out.tokens)
         check_tensor(name, "out.num_emitted", out.num_emitted, (rows,), torch.int32, like=target_logits)
         check_tensor(name, "out.status", out.status, (rows,), torch.int32, like=target_logits)
     _VERIFY(
