@@ -22,6 +22,29 @@ struct Tile {
   int expert, row, rows, block;
 };
 
+// Where each expert's token tiles start among those of all, and how many there are: starts[0, experts]. All threads
+// of the block, which meet.
+template <int MAX_ROWS>
+__device__ __forceinline__ void count_tiles(const int* begins, int experts, int* starts) {
+  for (int e = threadIdx.x; e < experts; e += blockDim.x)
+    starts[e] = (__ldg(begins + e + 1) - __ldg(begins + e) + MAX_ROWS - 1) / MAX_ROWS;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    int total = 0;
+    for (int first = 0; first < experts; first += 32) {
+      int e = first + threadIdx.x, tiles = e < experts ? starts[e] : 0, sum = tiles;
+      for (int d = 1; d < 32; d *= 2) {
+        int other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
+        if (threadIdx.x >= d) sum += other;
+      }
+      if (e < experts) starts[e] = total + sum - tiles;
+      total += __shfl_sync(0xFFFFFFFFu, sum, 31);
+    }
+    if (threadIdx.x == 0) starts[experts] = total;
+  }
+  __syncthreads();
+}
+
 // The token tiles of all experts, from the counts on the device: at most MAX_ROWS tokens each, spread evenly.
 template <int MAX_ROWS>
 struct Schedule {
@@ -387,22 +410,7 @@ __device__ __forceinline__ void run(const uint8_t* values, const uint8_t* scales
     }
     hopper::fence_barrier_init();
   }
-  if (threadIdx.x < 32) {  // prefix sum of the token tiles
-    int total = 0;
-    for (int first = 0; first < experts; first += 32) {
-      int e = first + threadIdx.x, tiles = 0;
-      if (e < experts) tiles = (__ldg(begins + e + 1) - __ldg(begins + e) + MAX_ROWS - 1) / MAX_ROWS;
-      int sum = tiles;
-      for (int d = 1; d < 32; d *= 2) {
-        int other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
-        if (threadIdx.x >= d) sum += other;
-      }
-      if (e < experts) starts[e] = total + sum - tiles;
-      total += __shfl_sync(0xFFFFFFFFu, sum, 31);
-    }
-    if (threadIdx.x == 0) starts[experts] = total;
-  }
-  __syncthreads();
+  count_tiles<MAX_ROWS>(begins, experts, starts);
   Schedule<MAX_ROWS> schedule{starts, begins, experts, blocks, starts[experts] * blocks};
   int position = 0;
 

@@ -144,23 +144,7 @@ __device__ __forceinline__ void products(const uint8_t* w13, const uint8_t* w13_
     for (int i = 0; i < L::SLOTS; ++i) hopper::barrier_init(smem.taken(i), 1);
     hopper::fence_barrier_init();
   }
-  for (int e = threadIdx.x; e < experts; e += blockDim.x)
-    starts[e] = (__ldg(begins + e + 1) - __ldg(begins + e) + MAX_ROWS - 1) / MAX_ROWS;
-  __syncthreads();
-  if (threadIdx.x < 32) {  // prefix sum of the token tiles
-    int total = 0;
-    for (int first = 0; first < experts; first += 32) {
-      int e = first + threadIdx.x, tiles = e < experts ? starts[e] : 0, sum = tiles;
-      for (int d = 1; d < 32; d *= 2) {
-        int other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
-        if (threadIdx.x >= d) sum += other;
-      }
-      if (e < experts) starts[e] = total + sum - tiles;
-      total += __shfl_sync(0xFFFFFFFFu, sum, 31);
-    }
-    if (threadIdx.x == 0) starts[experts] = total;
-  }
-  __syncthreads();
+  gemm::count_tiles<MAX_ROWS>(begins, experts, starts);
 
   if (role == 0) {
     hopper::registers_shrink<L::PRODUCER>();
