@@ -1,8 +1,8 @@
 // Scores of paged index keys on the tensor cores, and the best of each query while they pass by.
 //
-// A block has a warp that copies tiles of 64 keys into a ring in shared memory and two groups of four warps that
-// take the tiles in turn. Keys are operand A, straight from registers: a lane decodes 32 values of a row, which
-// is one scale group. Heads are operand B. The order of the 128 values within the product is free, so it is the
+// A block is groups of four warps that take tiles of keys in turn: two groups for one query at a time, four for
+// several queries of one request. Keys are operand A, straight from registers: a lane decodes 32 values of a row,
+// which is one scale group. Heads are operand B. The order of the 128 values within the product is free, so it is the
 // one in which a lane's values are adjacent in memory.
 //
 // E2M1 times a power of two is E4M3 as long as the power stays within 2^-5..2^6: groups of a key are scaled
@@ -13,15 +13,10 @@
 namespace index_topk {
 
 constexpr int kHeads = 32;   // fewer are padded with heads of weight 0
-constexpr int kTile = 128;   // keys a tile: two products of 64 rows
 constexpr int kQuad = 4;     // keys that always lie together: the least page and the least candidate block
-constexpr int kThreads = 288;
-constexpr int kGroups = 2;   // of four warps
-constexpr int kLook = 4;     // a list that has not room for so many tiles is cut
 constexpr int kMost = 512, kBlockMost = 2048;  // entries and blocks of a query
 constexpr int kSlack = 256, kBlockSlack = 512;  // more of them in lists that are merged later
 constexpr int kListRoom = kMost + kSlack, kBlockRoom = kBlockMost + kBlockSlack;
-constexpr int kLeast = 8;    // tiles a block at least
 
 enum Format { kMXFP4 = 0, kFP8 = 1 };
 
@@ -44,31 +39,58 @@ struct Args {
   int64_t page_stride;
 };
 
+// How the threads of a block are used for NQ queries at once.
+template <int NQ>
+struct Plan {
+  static constexpr int kTile = NQ == 1 ? 128 : 64;  // keys a tile: one or two products of 64 rows
+  static constexpr int kGroups = NQ == 1 ? 2 : 4;   // of four warps
+  static constexpr int kThreads = 128 * kGroups;
+  static constexpr int kTeam = NQ == 1 ? kThreads : 128;  // threads that cut and sort a list
+  static constexpr int kTeams = kThreads / kTeam;
+  static constexpr int kLeast = 1024 / kTile;  // tiles a block at least
+};
+
 template <int FORMAT, int NQ, bool PUBLISH>
 struct Shared {
+  static constexpr int kTile = Plan<NQ>::kTile;
   static constexpr int kValues = FORMAT == kMXFP4 ? 64 : 128;
-  static constexpr int kStages = FORMAT != kMXFP4 ? 4 : NQ > 1 ? 6 : PUBLISH ? 5 : 8;
-  static constexpr int kCap = 2048, kBlockCap = 4096;
-  uint8_t b[NQ][kHeads * 128];
-  uint8_t values[kStages][kTile * kValues];
-  uint32_t scales[kStages][kTile];
-  int entry[kStages][kTile / kQuad];  // first entry of each quad, -1: none
+  static constexpr int kGroups = Plan<NQ>::kGroups;
+  // Tiles that a group takes between two looks at the lists, and stages of its ring: a round is scored while the next
+  // ones are copied.
+  static constexpr int kRound = FORMAT == kMXFP4 && !PUBLISH ? 2 : 1;
+  static constexpr int kRing = FORMAT != kMXFP4 || (NQ > 1 && PUBLISH) ? 2 : PUBLISH ? 3 : 4;
+  static constexpr int kCap = NQ > 1 && PUBLISH ? 1536 : 2048, kBlockCap = NQ > 1 ? 3072 : 4096;
+  // Lists are cut before they hold more: every group may add a round before it looks again.
+  static constexpr int kFull = kCap - kGroups * kRound * kTile;
+  static constexpr int kBlockFull = kBlockCap - kGroups * kRound * kTile / kQuad;
+  static constexpr int kPadded = NQ == 1 ? 1 : NQ + 1;  // an odd last query is scored beside nothing
+  uint8_t b[kPadded][kHeads * 128];
+  uint8_t values[kGroups][kRing][kTile * kValues];
+  uint32_t scales[kGroups][kRing][kTile];
+  int entry[kGroups][kRing][kTile / kQuad];  // first entry of each quad, -1: none
   uint64_t list[NQ][kCap];
   uint64_t block_list[PUBLISH ? NQ : 1][PUBLISH ? kBlockCap : 1];
   uint64_t bar[NQ], block_bar[NQ];
-  uint64_t full[kStages], empty[kStages];
-  choose::Work work;
+  uint64_t full[kGroups][kRing];
+  alignas(16) float weight[kPadded][4][8];  // of the heads of lane % 4
+  struct alignas(16) Look {
+    float bar;  // the scores of the bars
+    int visible;
+    float block_bar;
+  } look[kPadded];
+  choose::Work work[Plan<NQ>::kTeams];
   choose::Share share;
-  float weight[NQ][kHeads];
-  int sums[32];
+  int sums[2 * choose::kWarps];
   Args args;       // for functions that are not inlined
   uint32_t signs;  // 0x40404040, which the compiler shall not know
   int top[NQ][kHeads];
   bool plain[NQ];  // b and weight cannot hold the query
-  int visible[NQ];
-  int count[3][NQ], block_count[3][NQ];
+  int count[NQ], block_count[NQ];
+  int stop[2][4];  // of a group: a list is full
+  bool ended[4];   // a group has no tile left
 };
 constexpr int kPlain = 1 << 20;
+constexpr float kInfinite = __builtin_huge_valf();
 
 __device__ __forceinline__ float power(int exponent) {  // 2^exponent, exponent clamped to normal floats
   exponent = exponent < -126 ? -126 : exponent > 127 ? 127 : exponent;
@@ -101,9 +123,10 @@ __device__ __forceinline__ uint32_t e4m3_code(float x) {
 // Tiles of a unit: NQ rows, whose runs of one request are scanned one behind the other.
 template <int NQ, bool RESTRICT>
 struct Units {
+  static constexpr int kTile = Plan<NQ>::kTile;
+  static constexpr int kExtra = NQ == 1 ? 8 : 16 + 8 * NQ;  // loading the queries, the last cut, the sort: in tiles
   const Args& args;
-  __device__ int seen(int t) const {  // entries that a row sees
-    int request = args.requests[t];
+  __device__ int seen(int t, int request) const {  // entries that a row sees
     if (request < 0 || request >= args.num_requests) return 0;
     int room = args.table_width * args.page_size, n = args.visible[t];
     return n < 0 ? 0 : n < room ? n : room;
@@ -113,24 +136,46 @@ struct Units {
     int blocks = (most + args.block_size - 1) / args.block_size, per = kTile / args.block_size;
     return ((blocks < args.num_candidates ? blocks : args.num_candidates) + per - 1) / per;
   }
-  // The run of rows that begins at row `start` of unit `u`: its length, and the most that its rows see.
-  __device__ int run(int u, int start, int& most) const {
-    int t = u * NQ + start, length = 1;
-    most = seen(t);
-    while (start + length < NQ && t + length < args.tokens && args.requests[t + length] == args.requests[t]) {
-      int n = seen(t + length);
-      most = n > most ? n : most;
-      ++length;
-    }
-    return length;
-  }
   __device__ int operator()(int u) const {
-    int total = 0, most;
-    for (int i = 0; i < NQ && u * NQ + i < args.tokens;) {
-      i += run(u, i, most);
-      total += tiles(most);
+    int request[NQ], sees[NQ], total = 0, most = 0;
+#pragma unroll
+    for (int i = 0; i < NQ; ++i) {
+      const int t = u * NQ + i;
+      request[i] = t < args.tokens ? args.requests[t] : -1, sees[i] = t < args.tokens ? seen(t, request[i]) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < NQ; ++i) {
+      most = sees[i] > most ? sees[i] : most;
+      if (i + 1 == NQ || request[i + 1] != request[i]) total += tiles(most), most = 0;
     }
     return total > 0 ? total : 1;
+  }
+};
+
+// The rows of a unit, one a lane: what it sees, and where runs of one request begin.
+struct Rows {
+  int sees;
+  uint32_t starts;
+  int tiles;  // of all runs, at least one
+
+  template <int NQ, bool RESTRICT>
+  __device__ Rows(const Units<NQ, RESTRICT>& units, int u, int lane) {
+    const int t = u * NQ + lane;
+    const bool real = lane < NQ && t < units.args.tokens;
+    const int request = real ? units.args.requests[t] : -1;
+    sees = real ? units.seen(t, request) : 0;
+    const int before = __shfl_up_sync(~0u, request, 1);
+    starts = __ballot_sync(~0u, real && (lane == 0 || before != request));
+    tiles = 0;
+    for (int at = 0, next, most; at < NQ; at = next) most = run(at, NQ, next), tiles += units.tiles(most);
+    tiles = tiles > 0 ? tiles : 1;
+  }
+  // The run that begins at row `at`: where it ends, and the most that its rows see.
+  __device__ int run(int at, int rows, int& end) const {
+    const uint32_t later = starts & ~((2u << at) - 1);
+    end = later != 0 ? __ffs(later) - 1 : rows;
+    const int lane = threadIdx.x % 32;
+    return __reduce_max_sync(~0u, lane >= at && lane < end ? sees : 0);
   }
 };
 
@@ -146,22 +191,26 @@ __device__ __forceinline__ void decode(uint32_t word, uint32_t low, uint32_t hig
 // Heads of the queries of a unit as operand B, and what it leaves out. Eight threads a head, 16 values each.
 template <int FORMAT, int NQ, class S>
 __device__ void load_queries(const Args& args, S& s, int unit, int tid) {
-  const int lane = tid % 32, head = tid / 8, part = tid % 8, group = part / 2;
-  uint2 q[NQ];
-  int code[NQ];
+  constexpr int SIDE = Plan<NQ>::kThreads / 256, EACH = (NQ + SIDE - 1) / SIDE;  // queries at a time
+  const int lane = tid % 32, head = tid % 256 / 8, part = tid % 8, group = part / 2, side = tid / 256;
+  uint2 q[EACH];
+  int code[EACH];
 #pragma unroll
-  for (int m = 0; m < NQ; ++m) {
-    const bool real = head < args.heads && unit * NQ + m < args.tokens;
-    const int64_t row = real ? static_cast<int64_t>(unit * NQ + m) * args.heads + head : 0;
-    q[m] = *reinterpret_cast<const uint2*>(args.q + row * 64 + part * 8);
-    code[m] = args.q_scale[row * 4 + group];
-    if (!real) q[m] = make_uint2(0, 0), code[m] = 0;
+  for (int i = 0; i < EACH; ++i) {
+    const int m = SIDE * i + side, t = unit * NQ + m;
+    const bool real = head < args.heads && side < SIDE && m < NQ && t < args.tokens;
+    const int64_t row = real ? static_cast<int64_t>(t) * args.heads + head : 0;
+    q[i] = *reinterpret_cast<const uint2*>(args.q + row * 64 + part * 8);
+    code[i] = args.q_scale[row * 4 + group];
+    if (!real) q[i] = make_uint2(0, 0), code[i] = 0;
   }
 #pragma unroll
-  for (int m = 0; m < NQ; ++m) {
-    bool live = ((q[m].x | q[m].y) & 0x77777777u) != 0;
+  for (int j = 0; j < EACH; ++j) {
+    const int m = SIDE * j + side;
+    if (side >= SIDE || m >= NQ) break;
+    bool live = ((q[j].x | q[j].y) & 0x77777777u) != 0;
     live = __shfl_xor_sync(~0u, live ? 1 : 0, 1) || live;
-    int top = live ? code[m] : 0, low = live ? code[m] : 255, nan = code[m] == 255;
+    int top = live ? code[j] : 0, low = live ? code[j] : 255, nan = code[j] == 255;
     for (int step = 1; step < 8; step *= 2) {
       const int a = __shfl_xor_sync(~0u, top, step), b = __shfl_xor_sync(~0u, low, step);
       nan |= __shfl_xor_sync(~0u, nan, step);
@@ -172,11 +221,11 @@ __device__ void load_queries(const Args& args, S& s, int unit, int tid) {
     // A head's values are those in b times 2^(top - 6 - 127): the table of this group's magnitudes.
     uint32_t table[2] = {0, 0};
     if (live && top != kPlain) {
-      const float factor = power(code[m] - top + 6);
+      const float factor = power(code[j] - top + 6);
 #pragma unroll
       for (int i = 1; i < 8; ++i) table[i / 4] |= e4m3_code(e2m1(i) * factor) << (i % 4 * 8);
     }
-    const uint32_t words[2] = {q[m].x, q[m].y};
+    const uint32_t words[2] = {q[j].x, q[j].y};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint32_t out[2];
@@ -191,7 +240,7 @@ __device__ void load_queries(const Args& args, S& s, int unit, int tid) {
       }
     }
   }
-  choose::sync();
+  choose::sync<Plan<NQ>::kThreads>();
   const int m = tid / 32;
   if (m < NQ) {
     const int top = s.top[m][lane];
@@ -199,7 +248,7 @@ __device__ void load_queries(const Args& args, S& s, int unit, int tid) {
     const float w = real ? args.weights[static_cast<int64_t>(unit * NQ + m) * args.heads + lane] : 0.0f;
     // Half of it: the sum over heads takes x + |x|, which is twice relu(x).
     const float weight = top > 0 ? scaled(0.5f * w, top - 6 - 127) : 0.5f * w, size = fabsf(weight);
-    s.weight[m][lane] = weight;
+    s.weight[m][lane / 2 % 4][lane / 8 * 2 + lane % 2] = weight;
     // Sums of the products are far from both ends of float32.
     const bool fits = top != kPlain && (w == 0.0f || (size > power(-60) && size < power(60)));
     const bool plain = __any_sync(~0u, !fits);
@@ -309,36 +358,32 @@ __device__ __forceinline__ void weigh(const float* d, const float (&w)[8], float
 template <class S>
 __device__ __forceinline__ void load_weights(const S& s, int m, uint32_t c, float (&w)[8]) {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const float2 pair = *reinterpret_cast<const float2*>(&s.weight[m][8 * j + 2 * c]);
-    w[2 * j] = pair.x, w[2 * j + 1] = pair.y;
+  for (int i = 0; i < 2; ++i) {
+    const float4 x = *reinterpret_cast<const float4*>(&s.weight[m][c][4 * i]);
+    w[4 * i] = x.x, w[4 * i + 1] = x.y, w[4 * i + 2] = x.z, w[4 * i + 3] = x.w;
   }
 }
 
-// What a group of warps does with the tiles of a run whose queries are `first` .. `first + COUNT`.
-template <int COUNT, int FORMAT, int NQ, bool PUBLISH, bool SELECT>
+// What a group of warps does with the tiles of a run: of the unit's queries [first, end).
+template <int FORMAT, int NQ, bool PUBLISH, bool SELECT>
 struct Run {
   using S = Shared<FORMAT, NQ, PUBLISH>;
   // Queries of one product. Its sums over heads meet in four lanes; of their four results (two rows of two
   // queries, or of one query and two halves of the tile) each lane takes one.
-  static constexpr int PAIR = COUNT > 1 ? COUNT / 2 : 1;
-  static_assert(PAIR <= 2);
+  static constexpr int PAIR = NQ == 1 ? 1 : 2;
   const Args& args;
   S& s;
-  int unit, first;
+  int unit, first, end, group;
   uint32_t warp, lane, c, row;  // of the group; row: the lane's first one
   bool plain;                   // a query that b cannot hold
   uint32_t signs;
-  int visible;                  // of the one query
-  uint32_t bar_high;            // upper half of the one query's bar
-  int (&base)[NQ];
-  int (&block_base)[NQ];
+  int block_shift;  // of 4 or 8 entries
 
-  __device__ Run(const Args& args, S& s, int unit, int first, uint32_t tid, int (&base)[NQ], int (&block_base)[NQ])
-      : args(args), s(s), unit(unit), first(first), warp(tid / 32 % 4), lane(hopper::opaque(tid % 32)), c(hopper::opaque(tid % 4)),
-        row(hopper::opaque(16 * warp + lane / 4)), plain(false), signs(s.signs), visible(s.visible[first]),
-        base(base), block_base(block_base) {
-    for (int m = 0; m < COUNT; ++m) plain |= s.plain[first + m];
+  __device__ Run(const Args& args, S& s, int unit, int first, int end, int group, uint32_t tid)
+      : args(args), s(s), unit(unit), first(first), end(end), group(group), warp(tid / 32 % 4), lane(hopper::opaque(tid % 32)),
+        c(hopper::opaque(tid % 4)), row(hopper::opaque(16 * warp + lane / 4)), plain(false), signs(s.signs),
+        block_shift(args.block_size == 8 ? 3 : 2) {
+    for (int m = first; m < end; ++m) plain |= s.plain[m];
   }
 
   // The scale of a row: for MXFP4 that of its first group.
@@ -352,92 +397,86 @@ struct Run {
 
   // Rows whose form is another one. It depends on the row and the query alone, so that a score does too. By value,
   // and apart: the usual way past it shall not pay for it.
-  static __device__ __noinline__ float replace(S& s, int stage, int half, int unit, int pair,
+  static __device__ __noinline__ float replace(S& s, int group, int stage, int half, int unit, int pair, int end,
                                                int warp, int lane, float out) {
     const int c = lane % 4;
 #pragma unroll 1
     for (int i = 0; i < 16; ++i) {
       const int row = 64 * half + 16 * warp + i;
-      const uint32_t scales = s.scales[stage][row];
+      const uint32_t scales = s.scales[group][stage][row];
       bool key = false;
       if (FORMAT == kMXFP4)
         for (int g = 0; g < 4; ++g) {
           const int e = scales & 255, d = static_cast<int>(scales >> (8 * g) & 255) - e;
           key |= !fits(e, d);
         }
-      if (s.entry[stage][row / kQuad] < 0) continue;
+      if (s.entry[group][stage][row / kQuad] < 0) continue;
 #pragma unroll 1
-      for (int m = 0; m < PAIR; ++m) {
-        const int t = unit * NQ + pair + m;
-        if (t >= s.args.tokens || !(key || s.plain[pair + m])) continue;
-        const float x = plain_score<FORMAT>(s.args, t, &s.values[stage][row * S::kValues], scales, lane);
-        if (lane / 4 == i % 8 && (c & 1) == i / 8 && (c >> 1) == (COUNT == 1 ? half : m)) out = x;
+      for (int m = pair; m < pair + PAIR && m < end; ++m) {
+        if (!(key || s.plain[m])) continue;
+        const float x = plain_score<FORMAT>(s.args, unit * NQ + m, &s.values[group][stage][row * S::kValues], scales, lane);
+        if (lane / 4 == i % 8 && (c & 1) == i / 8 && (c >> 1) == (PAIR == 1 ? half : m - pair)) out = x;
       }
     }
     return out;
   }
 
-  // One value of each lane: of query m and an entry, or of none (-1). `pair`: the first query of the lanes.
-  __device__ __forceinline__ void take(float score, int pair, int entry, int slot) {
-    const int m = PAIR == 2 ? pair + (c >> 1) : pair;
-    const bool live = entry >= 0 && entry < (COUNT == 1 ? visible : s.visible[m]);
+  // One value of each lane: of query m and an entry, or of none (-1).
+  __device__ __forceinline__ void take(float score, int m, int entry) {
+    const typename S::Look look = s.look[m];
+    const bool live = m < end && static_cast<uint32_t>(entry) < static_cast<uint32_t>(look.visible);
     if constexpr (!SELECT) {
       if (live) args.scores[static_cast<int64_t>(unit * NQ + m) * args.k + entry] = score;
       return;
     }
-    const uint32_t order = choose::ordered(score);
-    if (COUNT == 1 && !PUBLISH && !__any_sync(~0u, live && order >= bar_high && order <= choose::kInfinity)) return;
-    const uint64_t key = choose::key_of(order, entry);
-    add(s.list, base, s.count[slot], live && choose::passes(order, key, s.bar[m]), key, pair);
+    // The lanes that share a query.
+    const uint32_t peers = PAIR == 1 ? ~0u : c & 2 ? 0xCCCCCCCCu : 0x33333333u;
+    const int leader = PAIR == 1 ? 0 : c & 2;
+    if (__any_sync(~0u, live && score >= look.bar)) {
+      const uint32_t order = choose::ordered(score);
+      const uint64_t key = choose::key_of(order, entry);
+      const bool pass = live && choose::passes(order, key, s.bar[m]);
+      choose::append_to(s.list[m], &s.count[m], pass, key, peers, leader, lane);
+    }
     if constexpr (PUBLISH) {
       // The best of each candidate block: rows of one block are neighbours within eight.
-      uint32_t best = live && order <= 0xFF800000u && order > 0x007FFFFFu ? order : 0;
-      for (int step = 4; step < 4 * args.block_size && step < 32; step *= 2) {
-        uint32_t other = __shfl_xor_sync(~0u, best, step);
-        best = other > best ? other : best;
+      float best = live ? score : -kInfinite;
+      best = best == best ? best : -kInfinite;
+      for (int step = 4; step < 4 << block_shift; step *= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, step));
+      const int block = entry >> block_shift;
+      const bool head = live && entry == block << block_shift;
+      if (head && block == (look.visible - 1) >> block_shift) best = kInfinite;
+      if (__any_sync(~0u, head && best >= look.block_bar)) {
+        const uint64_t key = choose::key_of(choose::ordered(best), block);
+        const bool pass = head && key > s.block_bar[m];
+        choose::append_to(s.block_list[m], &s.block_count[m], pass, key, peers, leader, lane);
       }
-      const int block = entry / args.block_size;
-      const bool head = live && entry % args.block_size == 0;
-      if (head && block == (s.visible[m] - 1) / args.block_size) best = 0xFF800000u;
-      const uint64_t block_key = choose::key_of(best, block);
-      const bool pass = head && best != 0 && block_key > s.block_bar[m];
-      add(s.block_list, block_base, s.block_count[slot], pass, block_key, pair);
-    }
-  }
-  template <class List>
-  __device__ __forceinline__ void add(List& list, const int (&bases)[NQ], int (&count)[NQ], bool pass, uint64_t key,
-                                      int pair) {
-    if (PAIR == 2 && !__any_sync(~0u, pass)) return;
-#pragma unroll
-    for (int m = 0; m < PAIR; ++m) {
-      int own = bases[0];
-#pragma unroll
-      for (int i = 1; i < NQ; ++i) own = pair + m == i ? bases[i] : own;
-      choose::append(list[pair + m], own, &count[pair + m], pass && (PAIR == 1 || (c >> 1) == m), key, lane);
     }
   }
 
   __device__ __forceinline__ uint64_t operand(int m) const {
     return hopper::tile_descriptor(hopper::smem_address(s.b[m]));
   }
+  __device__ __forceinline__ int entry_of(int stage, uint32_t row) const {
+    const int entry = s.entry[group][stage][row / kQuad];
+    return entry >= 0 ? entry + static_cast<int>(row % kQuad) : -1;
+  }
 
-  __device__ __forceinline__ void tile(int stage, uint32_t phase, int slot) {
-    hopper::barrier_wait(&s.full[stage], phase);
-    const uint8_t* values = s.values[stage];
-    const uint32_t* scales = s.scales[stage];
-    if constexpr (COUNT == 1) {
+  __device__ __forceinline__ void tile(int stage) {
+    const uint8_t* values = s.values[group][stage];
+    const uint32_t* scales = s.scales[group][stage];
+    if constexpr (NQ == 1) {
       uint32_t a0[4][4], a1[4][4];
       float d0[16], d1[16], w[8], x0, x1, y0, y1;
       Seen seen;
       load_keys<FORMAT>(values, scales, signs, row, c, a0, seen);
       load_keys<FORMAT>(values, scales, signs, row + 64, c, a1, seen);
-      multiply(d0, a0, operand(first));
-      multiply(d1, a1, operand(first));
+      multiply(d0, a0, operand(0));
+      multiply(d1, a1, operand(0));
       const uint32_t mine = row + 8 * (c & 1) + 64 * (c >> 1);
-      int entry = s.entry[stage][mine / kQuad];
-      if (entry >= 0) entry += mine % kQuad;
+      const int entry = entry_of(stage, mine);
       const float scale = scale_of(scales, mine);
-      load_weights(s, first, c, w);
+      load_weights(s, 0, c, w);
       hopper::wgmma_wait<1>();
       hopper::keep(d0);
       weigh(d0, w, x0, x1);
@@ -445,62 +484,42 @@ struct Run {
       hopper::keep(d1);
       weigh(d1, w, y0, y1);
       // Lane c: row c % 2 of half c / 2.
-      const float x = (c & 1 ? x1 : x0) + __shfl_xor_sync(~0u, c & 1 ? x0 : x1, 1);
-      const float y = (c & 1 ? y1 : y0) + __shfl_xor_sync(~0u, c & 1 ? y0 : y1, 1);
-      float out = ((c & 2 ? y : x) + __shfl_xor_sync(~0u, c & 2 ? x : y, 2)) * scale;
+      float out = meet(x0, x1, y0, y1) * scale;
       if (__any_sync(~0u, !seen.all_fit()) || plain)
 #pragma unroll 1
-        for (int half = 0; half < 2; ++half) out = replace(s, stage, half, unit, first, warp, lane, out);
-      release(stage);
-      take(out, first, entry, slot);
+        for (int half = 0; half < 2; ++half) out = replace(s, group, stage, half, unit, 0, end, warp, lane, out);
+      take(out, 0, entry);
     } else {
-      uint32_t a0[4][4], a1[4][4];
-      // One product runs while the one before is summed up.
-      float d0[PAIR * 16], d2[PAIR * 16];
-      Seen seen0, seen1;
-      load_keys<FORMAT>(values, scales, signs, row, c, a0, seen0);
-      multiply(d0, a0, operand(0));
-      multiply(d2, a0, operand(PAIR));
-      load_keys<FORMAT>(values, scales, signs, row + 64, c, a1, seen1);
-      hopper::wgmma_wait<1>();
-      finish(d0, !seen0.all_fit(), stage, 0, 0, slot);
-      multiply(d0, a1, operand(0));
-      hopper::wgmma_wait<1>();
-      finish(d2, !seen0.all_fit(), stage, 0, PAIR, slot);
-      multiply(d2, a1, operand(PAIR));
-      hopper::wgmma_wait<1>();
-      finish(d0, !seen1.all_fit(), stage, 1, 0, slot);
-      hopper::wgmma_wait<0>();
-      finish(d2, !seen1.all_fit(), stage, 1, PAIR, slot);
-      release(stage);
+      uint32_t a[4][4];
+      Seen seen;
+      load_keys<FORMAT>(values, scales, signs, row, c, a, seen);
+      const uint32_t mine = row + 8 * (c & 1);
+      const int entry = entry_of(stage, mine);
+      const float scale = scale_of(scales, mine);
+      const bool apart = __any_sync(~0u, !seen.all_fit()) || plain;
+#pragma unroll 1
+      for (int pair = first; pair < end; pair += PAIR) {
+        float d[PAIR * 16], w[8], x0, x1, y0, y1;
+        multiply(d, a, operand(pair));
+        hopper::wgmma_wait<0>();
+        hopper::keep(d);
+        load_weights(s, pair, c, w);
+        weigh(d, w, x0, x1);
+        load_weights(s, pair + 1, c, w);
+        weigh(d + 16, w, y0, y1);
+        // Lane c: row c % 2 of query c / 2.
+        float out = meet(x0, x1, y0, y1) * scale;
+        if (apart) out = replace(s, group, stage, 0, unit, pair, end, warp, lane, out);
+        take(out, pair + static_cast<int>(c >> 1), entry);
+      }
     }
   }
 
-  __device__ __forceinline__ void release(int stage) {
-    __syncwarp();
-    if (lane == 0) hopper::barrier_arrive(&s.empty[stage]);
-  }
-
-  // From the product of half a tile and the queries from `pair` on to the lists.
-  __device__ __forceinline__ void finish(float (&d)[PAIR * 16], bool bad, int stage, int half, int pair, int slot) {
-    hopper::keep(d);
-    const uint32_t mine = row + 8 * (c & 1) + 64 * half;
-    const float scale = scale_of(s.scales[stage], mine);
-    int entry = s.entry[stage][mine / kQuad];
-    float sums[PAIR];
-#pragma unroll
-    for (int m = 0; m < PAIR; ++m) {
-      float w[8], x0, x1;
-      load_weights(s, pair + m, c, w);
-      weigh(d + 16 * m, w, x0, x1);
-      sums[m] = (c & 1 ? x1 : x0) + __shfl_xor_sync(~0u, c & 1 ? x0 : x1, 1);
-    }
-    const bool upper = PAIR == 2 && (c & 2);
-    float out = (upper ? sums[PAIR - 1] : sums[0]) + __shfl_xor_sync(~0u, upper ? sums[0] : sums[PAIR - 1], 2);
-    out *= scale;
-    if (__any_sync(~0u, bad) || plain) out = replace(s, stage, half, unit, pair, warp, lane, out);
-    entry = entry >= 0 && (PAIR == 2 || c < 2) ? entry + static_cast<int>(mine % kQuad) : -1;
-    take(out, pair, entry, slot);
+  // Sums of a lane's heads to those of all: of two rows of x and two of y lane c keeps one.
+  __device__ __forceinline__ float meet(float x0, float x1, float y0, float y1) const {
+    const float x = (c & 1 ? x1 : x0) + __shfl_xor_sync(~0u, c & 1 ? x0 : x1, 1);
+    const float y = (c & 1 ? y1 : y0) + __shfl_xor_sync(~0u, c & 1 ? y0 : y1, 1);
+    return (c & 2 ? y : x) + __shfl_xor_sync(~0u, c & 2 ? x : y, 2);
   }
 };
 

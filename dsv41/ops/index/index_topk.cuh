@@ -1,121 +1,195 @@
-// The scan: a warp that copies tiles into the ring, two groups of warps that score them (index_score.cuh) and keep
-// the best (select.cuh); and the merge of what several blocks kept of one query.
+// The scan: groups of warps that copy tiles into rings of their own, score them (index_score.cuh) and keep the best
+// (select.cuh); and the merge of what several blocks kept of one query.
 #pragma once
 
 namespace index_topk {
 
-template <int FORMAT, int NQ, bool PUBLISH>
-struct Ring {
+// The tiles of a run on their way into a group's ring: its tile j is tile `group + kGroups * j` of the block's. A warp
+// copies kShare keys of a round; all threads keep count of the slots, of which each holds a round.
+template <int FORMAT, int NQ, bool PUBLISH, bool RESTRICT>
+struct Feed {
   using S = Shared<FORMAT, NQ, PUBLISH>;
-  int stage = 0;
+  static constexpr int kTile = S::kTile, kGroups = Plan<NQ>::kGroups, kRound = S::kRound, kSlots = S::kRing / kRound;
+  static constexpr int kShare = RESTRICT ? 64 * kRound / 2 : 64, kQuads = kShare / kQuad;
+  const Args& args;
+  S& s;
+  int group, lane, part;  // part: of a round, that the warp copies
+  int shift, parts;  // chunks are 1 << shift keys that lie together, and the warp copies 1 << parts of them for a round
+  int slot = 0;      // of the round that is scored next
   uint32_t phase = 0;
-  __device__ __forceinline__ void next(int by = 1) {  // up to kStages
-    stage += by;
-    if (stage >= S::kStages) stage -= S::kStages, phase ^= 1;
+  // Of the run:
+  int t, most, from, count, next;  // a row, what its rows see, the first tile, the group's tiles, the round that is copied next
+  int entry, page, offset;         // of the lane's chunk: 32 chunks are looked up at once
+
+  __device__ Feed(const Args& args, S& s, int tid)
+      : args(args), s(s), group(tid / 128), lane(tid % 32), part((tid / 32 - group) & 3) {
+    shift = 6;
+    if (RESTRICT) shift = args.block_size == 8 ? 3 : 2;
+    else
+      while (args.page_size % (1 << shift) != 0) --shift;
+    parts = (kShare == 64 ? 6 : 5) - shift;
   }
-  __device__ __forceinline__ void skip(int by) {
-    stage += by, phase ^= stage / S::kStages & 1, stage %= S::kStages;
+
+  // A run of a row's request: the block's tiles [from, to).
+  __device__ __forceinline__ void begin(int row, int sees, int first, int to) {
+    t = row, most = sees, from = first, next = 0;
+    const int tiles = to - first;
+    count = tiles > group ? (tiles - group + kGroups - 1) / kGroups : 0;
+#pragma unroll 1
+    for (int i = 0; i < kSlots - 1; ++i) copy((slot + i) % kSlots);
+  }
+
+  __device__ __forceinline__ void look_up() {
+    // Keys of the group's rounds, then of the block's tiles.
+    const int key = ((next + (lane >> parts)) * kRound * kTile) + part * kShare + ((lane & ((1 << parts) - 1)) << shift);
+    const int number = ((from + group + key / kTile * kGroups) * kTile + key % kTile) >> shift;
+    entry = -1;
+    if (key / kTile >= count) {
+    } else if (!RESTRICT) {
+      if (number < 0x7FFFFFFF >> shift && number << shift < most) entry = number << shift;
+    } else if (number < args.num_candidates) {
+      const int* own = args.candidates + static_cast<int64_t>(t) * args.num_candidates;
+      const int block = own[number];
+      const bool again = number > 0 && own[number - 1] == block;
+      if (block >= 0 && !again && block < (most + args.block_size - 1) / args.block_size) entry = block << shift;
+    }
+    page = -1, offset = 0;
+    if (entry >= 0) {
+      const int* row = args.table + static_cast<int64_t>(args.requests[t]) * args.table_stride;
+      page = row[entry / args.page_size], offset = entry % args.page_size;
+    }
+    if (page < 0 || page >= args.num_pages) entry = -1;
+  }
+
+  // Starts the copy of the group's next round, if there is one.
+  __device__ __forceinline__ void copy(int into) {
+    if (part * kShare >= kRound * kTile || next * kRound >= count) return;
+    const int to = into * kRound + part * kShare / kTile, at = part * kShare % kTile;  // stage, first key
+    const int first = next << parts & 31, place = lane - first;  // its chunks among the lanes
+    if (first == 0) look_up();
+    const bool mine = place >> parts == 0 && entry >= 0;
+    const int quads = shift - 2;  // of a chunk, as a shift
+    const int start = __shfl_sync(~0u, entry, first + (lane >> quads));
+    if (lane < kQuads) s.entry[group][to][at / kQuad + lane] = start < 0 ? -1 : start + (lane & ((1 << quads) - 1)) * kQuad;
+    uint64_t* full = &s.full[group][to];
+    const uint8_t* base = args.pages + (entry >= 0 ? page : 0) * args.page_stride;
+    if constexpr (RESTRICT) {
+      // Pieces of 16 bytes; the copy engine is slow with so small chunks.
+      const int64_t values = entry >= 0 ? base - args.pages + offset * S::kValues : -1;
+      const int64_t scales = base - args.pages + static_cast<int64_t>(args.page_size) * S::kValues + offset * 4;
+#pragma unroll
+      for (int i = 0; i < kShare * S::kValues / 512; ++i) {
+        constexpr int EACH = S::kValues / 16;  // pieces a key
+        const int key = (32 * i + lane) / EACH, within = (key & ((1 << shift) - 1)) * S::kValues + lane % EACH * 16;
+        const int64_t from = __shfl_sync(~0u, values, first + (key >> shift));
+        hopper::copy_16(&s.values[group][to][(at + key) * S::kValues + lane % EACH * 16], args.pages + (from < 0 ? 0 : from + within),
+                        from >= 0);
+      }
+      const int key = 4 * lane % kShare;
+      const int64_t from = __shfl_sync(~0u, scales, first + (key >> shift));
+      const bool real = __shfl_sync(~0u, entry, first + (key >> shift)) >= 0;
+      if (lane < kQuads) hopper::copy_16(&s.scales[group][to][at + key], args.pages + from + (key & ((1 << shift) - 1)) * 4, real);
+      hopper::barrier_arrive_copies(full);
+    } else {
+      const uint32_t votes = __ballot_sync(~0u, mine);
+      if (lane == 0) hopper::barrier_expect(full, (__popc(votes) << shift) * (S::kValues + 4));
+      __syncwarp();
+      if (mine) {
+        const int key = at + (place << shift);
+        hopper::bulk_copy(&s.values[group][to][key * S::kValues], base + offset * S::kValues, S::kValues << shift, full);
+        hopper::bulk_copy(&s.scales[group][to][key], base + static_cast<int64_t>(args.page_size) * S::kValues + offset * 4,
+                          4 << shift, full);
+      }
+    }
+    ++next;
+  }
+  // All warps of the group are done with the round before: its slot is free.
+  __device__ __forceinline__ void refill() { copy(slot == 0 ? kSlots - 1 : slot - 1); }
+  __device__ __forceinline__ void step() {
+    if (++slot == kSlots) slot = 0, phase ^= 1;
   }
 };
 
-// The copying warp: tiles [from, to) of a run of rows of one request.
-template <int FORMAT, int NQ, bool PUBLISH, bool RESTRICT>
-__device__ void copy_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Ring<FORMAT, NQ, PUBLISH>& ring, int t,
-                         int most, int from, int to, int lane) {
-  using S = Shared<FORMAT, NQ, PUBLISH>;
-  int chunk = 64;  // keys that lie together
-  if (RESTRICT) chunk = args.block_size;
-  else
-    while (args.page_size % chunk != 0) chunk /= 2;
-  const int each = kTile / chunk;        // chunks a tile
-  const int batch = 32 / each;           // tiles that the lanes look up at once
-  const int quads = 31 - __clz(chunk / kQuad);  // of a chunk, as a shift
-  const int* row = args.table + static_cast<int64_t>(args.requests[t]) * args.table_stride;
-  for (int tile = from; tile < to; tile += batch) {
-    int number = tile * each + lane, entry = -1, page = -1;
-    if (!RESTRICT) {
-      if (number < (0x7FFFFFFF / chunk) && number * chunk < most) entry = number * chunk;
-    } else if (number < args.num_candidates) {
-      const int* own = args.candidates + static_cast<int64_t>(t) * args.num_candidates;
-      int block = own[number];
-      bool again = number > 0 && own[number - 1] == block;
-      if (block >= 0 && !again && block < (most + args.block_size - 1) / args.block_size) entry = block * chunk;
+// A list of one query, of entries or of candidate blocks: what a team cuts, sorts or stores.
+template <class S, bool PUBLISH>
+struct List {
+  S& s;
+  int m;
+  bool blocks;
+  template <int THREADS>
+  __device__ void cut(int k, int slack, int team, int tid) const {
+    const int count = blocks ? s.block_count[m] : s.count[m];
+    if (count <= k + slack) return;
+    choose::Work& work = s.work[team];
+    int left;
+    if (PUBLISH && blocks)
+      left = choose::cut<S::kBlockCap / THREADS, THREADS>(s.block_list[m], count, k, slack, work, tid, 2 + team);
+    else
+      left = choose::cut<S::kCap / THREADS, THREADS>(s.list[m], count, k, slack, work, tid, 2 + team);
+    if (tid == 0) {
+      if (blocks) s.block_count[m] = left, s.block_bar[m] = work.bar, s.look[m].block_bar = choose::score_of(work.bar);
+      else s.count[m] = left, s.bar[m] = work.bar, s.look[m].bar = choose::score_of(work.bar);
     }
-    if (entry >= 0) page = row[entry / args.page_size];
-    if (page < 0 || page >= args.num_pages) entry = -1;
-    const uint8_t* base = args.pages + page * args.page_stride;
-    const int offset = entry >= 0 ? entry % args.page_size : 0;
-    for (int i = 0; i < batch && tile + i < to; ++i, ring.next()) {
-      hopper::barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
-      const int place = lane - i * each;
-      const bool mine = place >= 0 && place < each;
-      const int first = __shfl_sync(0xFFFFFFFFu, entry, i * each + (lane >> quads));
-      s.entry[ring.stage][lane] = first < 0 ? -1 : first + (lane & ((1 << quads) - 1)) * kQuad;
-      const uint32_t votes = __ballot_sync(0xFFFFFFFFu, mine && entry >= 0);
-      if (lane == 0) hopper::barrier_expect(&s.full[ring.stage], __popc(votes) * chunk * (S::kValues + 4));
-      __syncwarp();
-      if (mine && entry >= 0) {
-        hopper::bulk_copy(&s.values[ring.stage][place * chunk * S::kValues], base + offset * S::kValues,
-                          chunk * S::kValues, &s.full[ring.stage]);
-        hopper::bulk_copy(&s.scales[ring.stage][place * chunk],
-                          base + static_cast<int64_t>(args.page_size) * S::kValues + offset * 4, chunk * 4,
-                          &s.full[ring.stage]);
-      }
-    }
+    choose::sync<THREADS>(2 + team);
   }
+};
+
+// The group's warps are done with their round. Whether a list may not hold what all groups add before they look again:
+// the same in all threads of the group.
+template <bool SELECT, int FORMAT, int NQ, bool PUBLISH>
+__device__ __forceinline__ bool look(Shared<FORMAT, NQ, PUBLISH>& s, int group, int& turn, int tid) {
+  using S = Shared<FORMAT, NQ, PUBLISH>;
+  const int lane = tid % 32;
+  if (SELECT && tid % 128 < 32) {
+    bool full = false;
+    if (lane < NQ) full = atomicAdd(&s.count[lane], 0) > S::kFull;  // others add to it meanwhile
+    else if (PUBLISH && lane >= 16 && lane < 16 + NQ) full = atomicAdd(&s.block_count[lane - 16], 0) > S::kBlockFull;
+    const bool any = __any_sync(~0u, full);
+    if (lane == 0) s.stop[turn][group] = any;
+  }
+  hopper::named_barrier(6 + group, 128);
+  const bool stop = SELECT && s.stop[turn][group] != 0;
+  turn ^= 1;
+  return stop;
 }
 
-// The two groups take the tiles of a run in turn; between two rounds they look at the lists.
-template <int COUNT, int FORMAT, int NQ, bool PUBLISH, bool SELECT>
-__device__ void score_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Ring<FORMAT, NQ, PUBLISH>& ring,
-                          int unit, int first, int tiles, int& round, int (&base)[NQ], int (&block_base)[NQ],
-                          int tid) {
+// The groups take the tiles of a run in turn. When a list is full they meet, and teams cut the lists.
+template <int FORMAT, int NQ, bool PUBLISH, bool RESTRICT, bool SELECT>
+__device__ void score_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Feed<FORMAT, NQ, PUBLISH, RESTRICT>& feed,
+                          int unit, int first, int end, int& turn, int tid) {
   using S = Shared<FORMAT, NQ, PUBLISH>;
-  const int group = tid / 128;
-  Run<COUNT, FORMAT, NQ, PUBLISH, SELECT> run(args, s, unit, first, tid, base, block_base);
-  for (int start = 0, step; start < tiles; start += step, round = round == 2 ? 0 : round + 1) {
-    const int slot = round;
-    step = tiles - start;
-    if constexpr (SELECT) {
-      // What surely fits into the lists.
-#pragma unroll
-      for (int m = 0; m < NQ; ++m) {
-        const int room = (S::kCap - base[m]) / kTile, blocks = (S::kBlockCap - block_base[m]) / (kTile / kQuad);
-        step = room < step ? room : step;
-        if (PUBLISH) step = blocks < step ? blocks : step;
-      }
-      run.bar_high = static_cast<uint32_t>(s.bar[first] >> 32);
-    }
-    Ring<FORMAT, NQ, PUBLISH> own = ring;
-    own.next(group);
+  using P = Plan<NQ>;
+  const int group = feed.group, team = tid / P::kTeam;
+  Run<FORMAT, NQ, PUBLISH, SELECT> run(args, s, unit, first, end, group, tid);
+  int tile = 0;
+  while (true) {
 #pragma unroll 1
-    for (int i = group; i < step; i += kGroups, own.next(kGroups)) run.tile(own.stage, own.phase, slot);
-    ring.skip(step);
-    if constexpr (SELECT) {
-      choose::sync();
-#pragma unroll
-      for (int m = 0; m < NQ; ++m) {
-        base[m] += s.count[slot][m];
-        if (PUBLISH) block_base[m] += s.block_count[slot][m];
-      }
-      if (tid < NQ) {
-        const int last = round == 0 ? 2 : round - 1;
-        s.count[last][tid] = 0, s.block_count[last][tid] = 0;
-      }
-#pragma unroll
-      for (int m = 0; m < NQ; ++m) {
-        if (base[m] > S::kCap - kLook * kTile) {
-          base[m] = choose::cut<S::kCap / 256>(s.list[m], base[m], args.k, 128, s.work, tid);
-          if (tid == 0) s.bar[m] = s.work.bar;
-          choose::sync();
-        }
-        if (PUBLISH && block_base[m] > S::kBlockCap - kLook * (kTile / kQuad)) {
-          block_base[m] = choose::cut<S::kBlockCap / 256>(s.block_list[m], block_base[m], args.num_blocks, 256, s.work, tid);
-          if (tid == 0) s.block_bar[m] = s.work.bar;
-          choose::sync();
-        }
+    for (; tile < feed.count; feed.step()) {
+      if (look<SELECT>(s, group, turn, tid)) break;
+      feed.refill();
+#pragma unroll 1
+      for (int i = 0; i < S::kRound; ++i, ++tile) {
+        const int stage = feed.slot * S::kRound + i;
+        hopper::barrier_wait(&s.full[group][stage], feed.phase);
+        if (tile < feed.count) run.tile(stage);
       }
     }
+    if (tid % 128 == 0) s.ended[group] = tile >= feed.count;
+    choose::sync<P::kThreads>();
+    if constexpr (!SELECT) break;
+    bool ended = true;
+#pragma unroll
+    for (int i = 0; i < P::kGroups; ++i) ended &= s.ended[i];
+    if (!ended)
+      for (int job = team; job < NQ * (PUBLISH ? 2 : 1); job += P::kTeams) {
+        // What is half full is cut, too: others would soon follow it.
+        const List<S, PUBLISH> list{s, job % NQ, job >= NQ};
+        const int k = list.blocks ? args.num_blocks : args.k, most = list.blocks ? S::kBlockCap : S::kCap;
+        if ((list.blocks ? s.block_count[list.m] : s.count[list.m]) > k + (most - k) / 3)
+          list.template cut<P::kTeam>(k, list.blocks ? 256 : 128, team, tid % P::kTeam);
+      }
+    choose::sync<P::kThreads>();
+    if (ended) break;
   }
 }
 
@@ -140,6 +214,29 @@ __device__ __forceinline__ void unpack(Args& args, const void* q, const void* q_
   args.counts = reinterpret_cast<int*>(args.lists + room);
 }
 
+// What a team does with a list at the end of a block's part of a unit: writes its best in order, or stores it for
+// the merge.
+template <int FORMAT, int NQ, bool PUBLISH>
+__device__ void finish(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, int job, int64_t t, bool whole, int slot,
+                       int lists, int team, int tid) {
+  using S = Shared<FORMAT, NQ, PUBLISH>;
+  constexpr int THREADS = Plan<NQ>::kTeam;
+  const List<S, PUBLISH> own{s, job % NQ, job >= NQ};
+  const int m = own.m, k = own.blocks ? args.num_blocks : args.k;
+  own.template cut<THREADS>(k, whole ? 0 : own.blocks ? kBlockSlack : kSlack, team, tid);
+  const int count = own.blocks ? s.block_count[m] : s.count[m];
+  uint64_t* list = PUBLISH && own.blocks ? s.block_list[m] : s.list[m];
+  int* out = own.blocks ? args.blocks + t * k : args.ids + t * k;
+  if (whole) {
+    choose::write_sorted<THREADS>(list, count, k, out, s.work[team], tid, 2 + team);
+    return;
+  }
+  const int64_t at = slot * NQ + m;
+  uint64_t* to = own.blocks ? args.lists + static_cast<int64_t>(lists) * kListRoom + at * kBlockRoom : args.lists + at * kListRoom;
+  for (int i = tid; i < count; i += THREADS) to[i] = list[i];
+  if (tid == 0) args.counts[(own.blocks ? lists : 0) + at] = count;
+}
+
 template <int FORMAT, int NQ, bool PUBLISH, bool RESTRICT, bool SELECT, int BYTES>
 __device__ void scan(const void* q, const void* q_scale, const void* weights, const void* requests,
                      const void* visible, const void* pages, const void* table, const void* candidates, void* ids,
@@ -147,105 +244,63 @@ __device__ void scan(const void* q, const void* q_scale, const void* weights, co
                      int table_stride, int page_size, int num_pages, int64_t page_stride, int num_candidates,
                      int num_blocks, int block_size, int k, int grid, void* memory) {
   using S = Shared<FORMAT, NQ, PUBLISH>;
+  using P = Plan<NQ>;
   static_assert(sizeof(S) <= BYTES);
+  static_assert(!RESTRICT || NQ == 1);
   Args args;
   const int lists = 2 * grid * NQ;
   unpack(args, q, q_scale, weights, requests, visible, pages, table, candidates, ids, blocks, scratch, tokens,
          heads, num_requests, table_width, table_stride, page_size, num_pages, page_stride, num_candidates,
          num_blocks, block_size, k, lists);
   S& s = *static_cast<S*>(memory);
-  const int tid = threadIdx.x, lane = tid % 32, block = blockIdx.x;
+  const int tid = threadIdx.x, lane = tid % 32, block = blockIdx.x, team = tid / P::kTeam;
   const Units<NQ, RESTRICT> units{args};
   if (tid == 0) {
     s.signs = 0x40404040u, s.args = args;
-    for (int i = 0; i < S::kStages; ++i) hopper::barrier_init(&s.full[i], 1), hopper::barrier_init(&s.empty[i], 4);
+    for (int i = 0; i < P::kGroups * S::kRing; ++i) hopper::barrier_init(&s.full[0][i], RESTRICT ? 128 / S::kRound : S::kTile / 64);
     hopper::fence_barrier_init();
   }
-  choose::find_share(units, (tokens + NQ - 1) / NQ, block, grid, kLeast, s.sums, &s.share, tid, kThreads);
+  choose::find_share(units, (tokens + NQ - 1) / NQ, block, grid, P::kLeast, s.sums, &s.share, tid, P::kThreads);
   const choose::Share share = s.share;
   if (share.unit < 0) return;
-  Ring<FORMAT, NQ, PUBLISH> ring;
-  int left = share.each, unit = share.unit, offset = share.offset, tiles = share.tiles, round = 0;
-  const bool copies = tid >= choose::kThreads;
-  while (left > 0 && unit * NQ < tokens) {
-    if (unit != share.unit) offset = 0, tiles = units(unit);
-    const int end = offset + left < tiles ? offset + left : tiles;  // this block's tiles of the unit
-    int base[NQ], block_base[NQ];
-    if (!copies) {
-      choose::sync();
-      if (tid < NQ) {
-        const int t = unit * NQ + tid;
-        s.bar[tid] = s.block_bar[tid] = choose::kNothing;
-        s.visible[tid] = t < tokens ? units.seen(t) : 0;
-        for (int i = 0; i < 3; ++i) s.count[i][tid] = s.block_count[i][tid] = 0;
-      }
-#pragma unroll
-      for (int m = 0; m < NQ; ++m) base[m] = block_base[m] = 0;
-      load_queries<FORMAT, NQ>(args, s, unit, tid);
-      hopper::fence_async();
-      choose::sync();
-    }
+  Feed<FORMAT, NQ, PUBLISH, RESTRICT> feed(args, s, tid);
+  int left = share.each, offset = share.offset, turn = 0;
+  for (int unit = share.unit; left > 0 && unit * NQ < tokens; ++unit, offset = 0) {
+    const Rows rows(units, unit, lane);
+    const int behind = rows.tiles + units.kExtra, stop = offset + left < behind ? offset + left : behind;
+    const int end = stop < rows.tiles ? stop : rows.tiles;  // of this block's tiles
+    left -= stop - offset;
+    if (offset >= end) continue;  // all its tiles were another block's
+    const int members = tokens - unit * NQ < NQ ? tokens - unit * NQ : NQ;
+    bool loaded = false;
     int start = 0;  // first tile of the run within the unit
-    for (int member = 0; member < NQ && unit * NQ + member < tokens;) {
-      int most;
-      const int length = units.run(unit, member, most), count = units.tiles(most);
+    for (int member = 0, after; member < members; member = after) {
+      const int most = rows.run(member, members, after), count = units.tiles(most);
       const int from = offset > start ? offset - start : 0, to = end - start < count ? end - start : count;
-      if (from < to) {
-        if (copies) {
-          copy_run<FORMAT, NQ, PUBLISH, RESTRICT>(args, s, ring, unit * NQ + member, most, from, to, lane);
-        } else if (NQ == 1 || length == 1) {
-          score_run<1, FORMAT, NQ, PUBLISH, SELECT>(args, s, ring, unit, member, to - from, round, base, block_base, tid);
-        } else {
-          // Rows of other runs are computed along and see nothing.
-          if (NQ > 1 && length < NQ) {
-            choose::sync();
-            if (tid < NQ) {
-              const int t = unit * NQ + tid;
-              s.visible[tid] = tid >= member && tid < member + length && t < tokens ? units.seen(t) : 0;
-            }
-            choose::sync();
-          }
-          score_run<NQ, FORMAT, NQ, PUBLISH, SELECT>(args, s, ring, unit, 0, to - from, round, base, block_base, tid);
-          if (NQ > 1 && length < NQ) {
-            choose::sync();
-            if (tid < NQ) s.visible[tid] = unit * NQ + tid < tokens ? units.seen(unit * NQ + tid) : 0;
-            choose::sync();
-          }
+      if (from < to) feed.begin(unit * NQ + member, most, from, to);
+      if (!loaded) {  // while the first tiles are on their way
+        loaded = true;
+        choose::sync<P::kThreads>();
+        if (tid < NQ) {
+          s.bar[tid] = s.block_bar[tid] = choose::kNothing;
+          s.look[tid].bar = s.look[tid].block_bar = choose::score_of(choose::kNothing);
+          s.look[tid].visible = rows.sees;
+          s.count[tid] = s.block_count[tid] = 0;
         }
+        load_queries<FORMAT, NQ>(args, s, unit, tid);
+        hopper::fence_async();
+        choose::sync<P::kThreads>();
       }
-      start += count, member += length;
+      if (from < to) score_run<FORMAT, NQ, PUBLISH, RESTRICT, SELECT>(args, s, feed, unit, member, after, turn, tid);
+      start += count;
     }
-    if (!copies && SELECT) {
-      const bool whole = offset == 0 && end == tiles;
+    if constexpr (SELECT) {
       const int slot = 2 * block + (offset == 0 ? 1 : 0);
-      for (int m = 0; m < NQ && unit * NQ + m < tokens; ++m) {
-        const int64_t t = unit * NQ + m;
-        int count = base[0], block_count = block_base[0];
-#pragma unroll
-        for (int i = 1; i < NQ; ++i)
-          if (m == i) count = base[i], block_count = block_base[i];
-        const int slack = whole ? 0 : kSlack, block_slack = whole ? 0 : kBlockSlack;
-        if (count > k + slack) count = choose::cut<S::kCap / 256>(s.list[m], count, k, slack, s.work, tid);
-        if (PUBLISH && block_count > num_blocks + block_slack)
-          block_count = choose::cut<S::kBlockCap / 256>(s.block_list[m], block_count, num_blocks, block_slack, s.work, tid);
-        if (whole) {
-          choose::write_sorted<kMost>(s.list[m], count, k, args.ids + t * k, tid);
-          if (PUBLISH)
-            choose::write_sorted<kBlockMost>(s.block_list[m], block_count, num_blocks, args.blocks + t * num_blocks, tid);
-          continue;
-        }
-        const int list = slot * NQ + m;
-        for (int i = tid; i < count; i += choose::kThreads)
-          args.lists[static_cast<int64_t>(list) * kListRoom + i] = s.list[m][i];
-        if (PUBLISH)
-          for (int i = tid; i < block_count; i += choose::kThreads)
-            args.lists[static_cast<int64_t>(lists) * kListRoom + static_cast<int64_t>(list) * kBlockRoom + i] =
-                s.block_list[m][i];
-        if (tid == 0) args.counts[list] = count, args.counts[lists + list] = PUBLISH ? block_count : 0;
-      }
+      for (int job = team; job < NQ * (PUBLISH ? 2 : 1); job += P::kTeams)
+        if (job % NQ < members)
+          finish<FORMAT, NQ, PUBLISH>(args, s, job, unit * NQ + job % NQ, offset == 0 && end == rows.tiles, slot,
+                                      lists, team, tid % P::kTeam);
     }
-    left -= end - offset;
-    ++unit;
   }
 }
 
@@ -253,7 +308,7 @@ struct MergeShared {
   uint64_t list[choose::kMergeCap];
   choose::Work work;
   choose::Share share;
-  int sums[32], counters[3];
+  int sums[2 * choose::kWarps], counters[3];
 };
 
 // One block a boundary and member: the lists of a query that several blocks scanned.
@@ -268,18 +323,18 @@ __device__ void merge(const void* requests, const void* visible, void* ids, void
          tokens, 0, num_requests, table_width, 0, page_size, 0, 0, num_candidates, num_blocks, block_size, k, lists);
   MergeShared& s = *static_cast<MergeShared*>(memory);
   const Units<NQ, RESTRICT> units{args};
-  choose::find_share(units, (tokens + NQ - 1) / NQ, block, grid, kLeast, s.sums, &s.share, tid, choose::kMergeThreads);
+  choose::find_share(units, (tokens + NQ - 1) / NQ, block, grid, Plan<NQ>::kLeast, s.sums, &s.share, tid, choose::kMergeThreads);
   const choose::Merge found = choose::find_merge(s.share, block);
   const int64_t t = static_cast<int64_t>(found.unit) * NQ + member;
   if (found.unit < 0 || t >= tokens) return;
   int count = choose::merge_lists(args.lists, args.counts, kListRoom, found.first, found.last, member, NQ,
                                              kListRoom, k, s.list, s.counters, s.work, tid);
-  choose::write_sorted<kMost, choose::kMergeThreads>(s.list, count, k, args.ids + t * k, tid);
+  choose::write_sorted<choose::kMergeThreads>(s.list, count, k, args.ids + t * k, s.work, tid);
   if constexpr (PUBLISH) {
     count = choose::merge_lists(args.lists + static_cast<int64_t>(lists) * kListRoom,
                                                 args.counts + lists, kBlockRoom, found.first, found.last, member, NQ,
                                                 kBlockRoom, num_blocks, s.list, s.counters, s.work, tid);
-    choose::write_sorted<kBlockMost, choose::kMergeThreads>(s.list, count, num_blocks, args.blocks + t * num_blocks, tid);
+    choose::write_sorted<choose::kMergeThreads>(s.list, count, num_blocks, args.blocks + t * num_blocks, s.work, tid);
   }
 }
 

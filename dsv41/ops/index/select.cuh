@@ -16,7 +16,7 @@ constexpr uint64_t kNothing = 0x007FFFFFFFFFFFFFull;  // the bar below every ent
 // What cutting needs beside the list.
 struct Work {
   uint32_t low[16], high[16];
-  uint32_t bins[kBins];
+  uint32_t bins[kBins];  // from the top
   uint64_t few[kFew], bar;
   int warp_sum[16];
   int bin, above, inside, kept;
@@ -32,15 +32,21 @@ __device__ __forceinline__ uint64_t key_of(uint32_t score, int index) {
   return static_cast<uint64_t>(score) << 32 | static_cast<uint32_t>(~index);
 }
 __device__ __forceinline__ int index_of(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
+// The score of a bar: what lies below it does not pass.
+__device__ __forceinline__ float score_of(uint64_t bar) {
+  const uint32_t order = static_cast<uint32_t>(bar >> 32);
+  return __uint_as_float(order >> 31 ? order ^ 0x80000000u : ~order);
+}
 constexpr uint32_t kInfinity = 0xFF800000u;  // as such an integer
 // NaN lies above +inf (or, with a sign, below -inf and so below the bar).
 __device__ __forceinline__ bool passes(uint32_t score, uint64_t key, uint64_t bar) {
   return score <= kInfinity && key > bar;
 }
 
+// Teams that work side by side have barriers of their own.
 template <int THREADS = kThreads>
-__device__ __forceinline__ void sync() {
-  hopper::named_barrier(1, THREADS);
+__device__ __forceinline__ void sync(int barrier = 1) {
+  hopper::named_barrier(barrier, THREADS);
 }
 
 // Adds the keys of the lanes that pass; `count` is a counter in shared memory, `base` what lies before.
@@ -51,6 +57,15 @@ __device__ __forceinline__ void append(uint64_t* list, int base, int* count, boo
   if (lane == 0) first = atomicAdd(count, __popc(votes));
   first = __shfl_sync(0xFFFFFFFFu, first, 0);
   if (pass) list[base + first + __popc(votes & ((1u << lane) - 1))] = key;
+}
+// Lanes add to the list of their own; those of `peers` share it, and `leader` is one of them.
+__device__ __forceinline__ void append_to(uint64_t* list, int* count, bool pass, uint64_t key, uint32_t peers, int leader,
+                                          int lane) {
+  const uint32_t votes = __ballot_sync(0xFFFFFFFFu, pass) & peers;
+  int first = 0;
+  if (lane == leader && votes != 0) first = atomicAdd(count, __popc(votes));
+  first = __shfl_sync(0xFFFFFFFFu, first, leader);
+  if (pass) list[first + __popc(votes & ((1u << lane) - 1))] = key;
 }
 
 // The same for N keys a lane, bit i of `pass` for key i.
@@ -78,7 +93,7 @@ __device__ __forceinline__ void append_all(uint64_t* list, int base, int* count,
 // A pass counts the undecided keys in bins over their range, by their scores first and among equal scores by
 // index. Those above the bin of the k-th are in, those below are out. Few undecided ones are ranked.
 template <int PER, int THREADS = kThreads>
-__device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Work& work, int tid) {
+__device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Work& work, int tid, int barrier = 1) {
   constexpr int OWN = kBins / THREADS;
   const int warp = tid / 32, lane = tid % 32;
   uint64_t mine[PER];
@@ -97,7 +112,7 @@ __device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Wor
   if (tid == 0) work.kept = 0;
 #pragma unroll
   for (int i = 0; i < OWN; ++i) work.bins[i * THREADS + tid] = 0;
-  sync<THREADS>();
+  sync<THREADS>(barrier);
 #pragma unroll
   for (int i = 0; i < THREADS / 32; ++i) {
     low = work.low[i] < low ? work.low[i] : low;
@@ -109,15 +124,15 @@ __device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Wor
 #pragma unroll
     for (int i = 0; i < PER; ++i) {
       const uint32_t x = ties ? static_cast<uint32_t>(mine[i]) : static_cast<uint32_t>(mine[i] >> 32);
-      if (open >> i & 1) atomicAdd(&work.bins[(x - low) >> shift], 1u);
+      if (open >> i & 1) atomicAdd(&work.bins[kBins - 1 - ((x - low) >> shift)], 1u);
     }
-    sync<THREADS>();
+    sync<THREADS>(barrier);
     // Bins from the top, OWN a thread; they are zero again for the next pass.
     int own[OWN], sum = 0;
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-      uint32_t& bin = work.bins[kBins - 1 - (OWN * tid + i)];
-      sum += own[i] = bin, bin = 0;
+    for (int i = 0; i < OWN / 2; ++i) {
+      uint2& pair = *reinterpret_cast<uint2*>(&work.bins[OWN * tid + 2 * i]);
+      sum += own[2 * i] = pair.x, sum += own[2 * i + 1] = pair.y, pair = make_uint2(0, 0);
     }
     int upto = sum;
     for (int step = 1; step < 32; step *= 2) {
@@ -125,7 +140,7 @@ __device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Wor
       if (lane >= step) upto += other;
     }
     if (lane == 31) work.warp_sum[warp] = upto;
-    sync<THREADS>();
+    sync<THREADS>(barrier);
     for (int i = 0; i < warp; ++i) upto += work.warp_sum[i];
     int before = upto - sum;
     if (before < need && need <= upto) {
@@ -136,7 +151,7 @@ __device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Wor
         before += own[i];
       }
     }
-    sync<THREADS>();
+    sync<THREADS>(barrier);
     const uint32_t bin = work.bin;
     const int above = work.above, inside = work.inside;
 #pragma unroll
@@ -153,9 +168,9 @@ __device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Wor
     }
     if (inside <= kFew) {
       append_all(work.few, 0, &work.kept, open, mine, lane);
-      sync<THREADS>();
+      sync<THREADS>(barrier);
       if (tid == 0) work.kept = 0;
-      sync<THREADS>();
+      sync<THREADS>(barrier);
       const uint64_t one = tid < inside ? work.few[tid] : 0;
       int better = 0;
 #pragma unroll 4
@@ -173,84 +188,93 @@ __device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Wor
   }
   if (tid == 0) work.bar = (ties ? static_cast<uint64_t>(tie) << 32 | low : static_cast<uint64_t>(low) << 32) - 1;
   append_all(list, 0, &work.kept, stays, mine, lane);
-  sync<THREADS>();
+  sync<THREADS>(barrier);
   return left;
 }
 
-// Writes the indices of a list of at most SIZE keys, ascending, then -1, into out[0, k); the list is spent. A
-// bitonic sort: element warp * 32 * PER + 32 * j + lane is value j of a lane.
-template <int SIZE, int THREADS = kThreads>
-__device__ __noinline__ void write_sorted(uint64_t* list, int count, int k, int* out, int tid) {
-  constexpr int PER = SIZE / THREADS;
-  static_assert(PER >= 1 && SIZE % THREADS == 0);
-  uint32_t* ids = reinterpret_cast<uint32_t*>(list);
-  const int first = tid / 32 * 32 * PER + tid % 32;
-  uint32_t mine[PER];
-#pragma unroll
-  for (int i = 0; i < PER; ++i) {
-    int at = first + 32 * i;
-    mine[i] = at < count ? static_cast<uint32_t>(index_of(list[at])) : 0xFFFFFFFFu;
+// Writes the indices of a list, ascending, then -1, into out[0, k). The list has room for half as many keys again.
+// Indices are counted in bins over their range, put there in any order, and ranked within their bin.
+template <int THREADS = kThreads>
+__device__ __noinline__ void write_sorted(uint64_t* list, int count, int k, int* out, Work& work, int tid, int barrier = 1) {
+  constexpr int OWN = kBins / THREADS;
+  const int warp = tid / 32, lane = tid % 32;
+  uint32_t* ids = reinterpret_cast<uint32_t*>(list + count);
+  uint32_t low = ~0u, high = 0;
+#pragma unroll 1
+  for (int i = tid; i < count; i += THREADS) {
+    const uint32_t id = index_of(list[i]);
+    low = id < low ? id : low, high = id > high ? id : high;
   }
+  low = __reduce_min_sync(0xFFFFFFFFu, low), high = __reduce_max_sync(0xFFFFFFFFu, high);
+  if (lane == 0) work.low[warp] = low, work.high[warp] = high;
 #pragma unroll
-  for (int size = 2; size <= SIZE; size *= 2) {
+  for (int i = 0; i < OWN; ++i) work.bins[i * THREADS + tid] = 0;
+  for (int i = count + tid; i < k; i += THREADS) out[i] = -1;
+  sync<THREADS>(barrier);
 #pragma unroll
-    for (int stride = size / 2; stride > 0; stride /= 2) {
-      if (stride >= 32 * PER) {
-        sync<THREADS>();
-#pragma unroll
-        for (int i = 0; i < PER; ++i) ids[first + 32 * i] = mine[i];
-        sync<THREADS>();
-#pragma unroll
-        for (int i = 0; i < PER; ++i) {
-          const int at = first + 32 * i;
-          const uint32_t other = ids[at ^ stride];
-          const bool least = ((at & stride) == 0) == ((at & size) == 0);
-          mine[i] = (other < mine[i]) == least ? other : mine[i];
-        }
-      } else if (stride >= 32) {
-#pragma unroll
-        for (int i = 0; i < PER; ++i)
-          if ((i & stride / 32) == 0) {
-            const int partner = i | stride / 32;
-            const uint32_t a = mine[i], b = mine[partner];
-            const bool swap = (a > b) == (((first + 32 * i) & size) == 0);
-            mine[i] = swap ? b : a, mine[partner] = swap ? a : b;
-          }
-      } else {
-#pragma unroll
-        for (int i = 0; i < PER; ++i) {
-          const int at = first + 32 * i;
-          const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, mine[i], stride);
-          const bool least = ((at & stride) == 0) == ((at & size) == 0);
-          mine[i] = (other < mine[i]) == least ? other : mine[i];
-        }
-      }
-    }
+  for (int i = 0; i < THREADS / 32; ++i) {
+    low = work.low[i] < low ? work.low[i] : low;
+    high = work.high[i] > high ? work.high[i] : high;
   }
+  const int bits = 32 - __clz(static_cast<int>(high - low)), shift = bits > 10 ? bits - 10 : 0;
+#pragma unroll 4
+  for (int i = tid; i < count; i += THREADS) atomicAdd(&work.bins[(index_of(list[i]) - low) >> shift], 1u);
+  sync<THREADS>(barrier);
+  int own[OWN], sum = 0;
 #pragma unroll
-  for (int i = 0; i < PER; ++i)
-    if (first + 32 * i < k) out[first + 32 * i] = static_cast<int>(mine[i]);
-  sync<THREADS>();
+  for (int i = 0; i < OWN / 2; ++i) {
+    const uint2 pair = *reinterpret_cast<const uint2*>(&work.bins[OWN * tid + 2 * i]);
+    own[2 * i] = sum, sum += pair.x, own[2 * i + 1] = sum, sum += pair.y;
+  }
+  int upto = sum;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xFFFFFFFFu, upto, step);
+    if (lane >= step) upto += other;
+  }
+  if (lane == 31) work.warp_sum[warp] = upto;
+  sync<THREADS>(barrier);
+  for (int i = 0; i < warp; ++i) upto += work.warp_sum[i];
+#pragma unroll
+  for (int i = 0; i < OWN / 2; ++i)  // where a bin begins
+    *reinterpret_cast<uint2*>(&work.bins[OWN * tid + 2 * i]) = make_uint2(upto - sum + own[2 * i], upto - sum + own[2 * i + 1]);
+  sync<THREADS>(barrier);
+#pragma unroll 4
+  for (int i = tid; i < count; i += THREADS) {
+    const uint32_t id = index_of(list[i]);
+    ids[atomicAdd(&work.bins[(id - low) >> shift], 1u)] = id;
+  }
+  sync<THREADS>(barrier);
+#pragma unroll 1
+  for (int i = tid; i < count; i += THREADS) {
+    const uint32_t id = ids[i], bin = (id - low) >> shift, end = work.bins[bin];
+    uint32_t rank = bin == 0 ? 0 : work.bins[bin - 1];  // now where it ends
+    for (uint32_t j = rank; j < end; ++j) rank += ids[j] < id;
+    out[rank] = static_cast<int>(id);
+  }
+  sync<THREADS>(barrier);
 }
 
 // How the units of a call (rows, or groups of rows) are shared out: every block gets `each` of the tiles, one
-// unit behind the other, so that one long request keeps all blocks busy. A block has at most two units that it
-// shares with others, the one that it begins in and the one that it ends in: list 2 * block and 2 * block + 1.
+// unit behind the other, so that one long request keeps all blocks busy. What a unit costs beside its tiles counts
+// as `kExtra` tiles behind them. A block has at most two units that it shares with others, the one that it begins in
+// and the one that it ends in: list 2 * block and 2 * block + 1.
 struct Share {
   int each;    // tiles a block
   int unit;    // the unit that the block's first tile lies in; -1: the block has no work
-  int offset;  // that tile within the unit
+  int offset;  // that tile within the unit; it may lie behind the unit's tiles
   int tiles;   // tiles of the unit
 };
 
-// All threads of the block take part, `threads` of them (a multiple of 32, up to 288).
+constexpr int kWarps = 20;  // of a block, at most
+// All threads of the block take part, `threads` of them. `sums`: room for 2 * kWarps.
 template <class Tiles>
 __device__ void find_share(const Tiles& tiles_of, int units, int block, int blocks, int least, int* sums,
                            Share* share, int tid, int threads) {
+  constexpr int EXTRA = Tiles::kExtra;
   const int warp = tid / 32, lane = tid % 32, warps = threads / 32;
   int total = 0, kept = 0, most = 0;
   for (int u = tid; u < units; u += threads) {
-    total += kept = tiles_of(u);
+    total += kept = tiles_of(u) + EXTRA;
     most = kept > most ? kept : most;
   }
   for (int step = 16; step > 0; step /= 2) {
@@ -258,21 +282,21 @@ __device__ void find_share(const Tiles& tiles_of, int units, int block, int bloc
     const int other = __shfl_xor_sync(0xFFFFFFFFu, most, step);
     most = other > most ? other : most;
   }
-  if (lane == 0) sums[warp] = total, sums[16 + warp] = most;
+  if (lane == 0) sums[warp] = total, sums[kWarps + warp] = most;
   if (tid == 0) share->unit = -1;
   __syncthreads();
   total = 0;
   for (int i = 0; i < warps; ++i) {
     total += sums[i];
-    most = sums[16 + i] > most ? sums[16 + i] : most;
+    most = sums[kWarps + i] > most ? sums[kWarps + i] : most;
   }
   int each = (total + blocks - 1) / blocks;
-  least = most < least ? most : least;  // many small units are not put together
+  least = most < least + EXTRA ? most : least + EXTRA;  // many small units are not put together
   each = each < least ? least : each;
   const int first = block * each;
   int running = 0;
   for (int start = 0; start < units && running <= first && first < total; start += threads) {
-    int u = start + tid, mine = units <= threads ? kept : u < units ? tiles_of(u) : 0, upto = mine;
+    int u = start + tid, mine = units <= threads ? kept : u < units ? tiles_of(u) + EXTRA : 0, upto = mine;
     for (int step = 1; step < 32; step *= 2) {
       int other = __shfl_up_sync(0xFFFFFFFFu, upto, step);
       if (lane >= step) upto += other;
@@ -285,7 +309,7 @@ __device__ void find_share(const Tiles& tiles_of, int units, int block, int bloc
       if (i < warp) upto += sums[i];
       running += sums[i];
     }
-    if (upto - mine <= first && first < upto) share->unit = u, share->offset = first - (upto - mine), share->tiles = mine;
+    if (upto - mine <= first && first < upto) share->unit = u, share->offset = first - (upto - mine), share->tiles = mine - EXTRA;
   }
   if (tid == 0) share->each = each;
   __syncthreads();
@@ -300,7 +324,7 @@ struct Merge {
 
 __device__ __forceinline__ Merge find_merge(const Share& share, int block) {
   Merge merge = {-1, 0, 0};
-  if (share.unit < 0 || share.offset == 0 || share.offset > share.each) return merge;
+  if (share.unit < 0 || share.offset == 0 || share.offset > share.each || share.offset >= share.tiles) return merge;
   merge.unit = share.unit, merge.first = block - 1;
   merge.last = block + (share.tiles - share.offset - 1) / share.each;
   return merge;

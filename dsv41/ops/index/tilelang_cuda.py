@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 ARCH = "sm_90a"
 HOPPER_ONLY = ("_scan", "_merge")  # what scores with wgmma and goes with it; the others are for any
 FORMATS = {"mxfp4": 0, "fp8": 1}
-HEADS, THREADS, SCAN_THREADS, MERGE_THREADS = 32, 256, 288, 512
+HEADS, THREADS, MERGE_THREADS = 32, 256, 512
 
 
 def source(*files: str, widths: tuple[int, ...] = ()) -> str:
@@ -27,11 +27,20 @@ def query_source() -> str:
     return device_source(HERE.parent / "quant" / "quantize.cuh", HERE / "query.cuh")
 
 
+def scan_threads(together: int) -> int:
+    """Threads of a scan."""
+    return 256 if together == 1 else 512
+
+
 def shared_bytes(layout: str, together: int, publish: bool) -> int:
     """At least `sizeof(Shared)` of index_topk.cuh, which asserts it."""
-    values, stages = (64, 6 if together > 1 else 5 if publish else 8) if layout == "mxfp4" else (128, 4)
-    queries = together * (HEADS * 128 + 2048 * 8 + HEADS * 8 + 64 + (4096 * 8 if publish else 0))
-    return queries + stages * (128 * values + 128 * 4 + 128 + 16) + 6656
+    one = together == 1
+    values = 64 if layout == "mxfp4" else 128
+    stages = (2 if one else 4) * (2 if layout != "mxfp4" or (publish and not one) else 3 if publish else 4)
+    tile, cap, blocks = (128, 2048, 4096) if one else (64, 1536 if publish else 2048, 3072)
+    queries = together * (HEADS * 128 + cap * 8 + HEADS * 8 + 96 + (blocks * 8 if publish else 0))
+    padding, work = (0, 5120) if one else (HEADS * 128 + 256, 4 * 5120)
+    return queries + padding + stages * (tile * values + tile * 5 + 16) + work + 1024
 
 
 MERGE_BYTES = 8192 * 8 + 6656  # at least `sizeof(MergeShared)`
@@ -52,7 +61,7 @@ def merge_call(together: int, publish: bool, restrict: bool) -> str:
 
 @compiled
 def _scan(layout, together, publish, restrict, select, arch):
-    text = source("index_score.cuh", "index_topk.cuh", widths=tuple(sorted({32, max(32, 16 * together)})))
+    text = source("index_score.cuh", "index_topk.cuh", widths=(32 if together == 1 else 64,))
     call = scan_call(layout, together, publish, restrict, select)
     size = shared_bytes(layout, together, publish)
     tokens, heads = T.dynamic("tokens"), T.dynamic("heads")
@@ -84,7 +93,7 @@ def _scan(layout, together, publish, restrict, select, arch):
         top_k: T.int32,
         grid: T.int32,
     ):
-        with T.Kernel(grid, threads=SCAN_THREADS) as _:
+        with T.Kernel(grid, threads=scan_threads(together)) as _:
             T.import_source(text)
             T.annotate_min_blocks_per_sm(2 if together == 1 else 1)
             shared = T.alloc_shared((size,), T.uint8)
@@ -124,7 +133,7 @@ def _scan(layout, together, publish, restrict, select, arch):
 
 @compiled
 def _merge(together, publish, restrict, arch):
-    text = source("index_score.cuh", "index_topk.cuh", widths=tuple(sorted({32, max(32, 16 * together)})))
+    text = source("index_score.cuh", "index_topk.cuh", widths=(32 if together == 1 else 64,))
     call = merge_call(together, publish, restrict)
     tokens, k, blocks, room = (T.dynamic(n) for n in ("tokens", "k", "b", "room"))
 
@@ -295,9 +304,9 @@ def variants(cfg):
     yield _topk_merge, (ARCH,)
     for together, publish, restrict in (
         (1, False, False),
-        (4, False, False),
+        (6, False, False),
         (1, True, False),
-        (2, True, False),
+        (4, True, False),
         (1, False, True),
     ):
         yield _scan, ("mxfp4", together, publish, restrict, True, ARCH)

@@ -11,6 +11,7 @@ constexpr int kRoom = kMost + kSlack;
 constexpr int kCap = 4096;
 
 struct Rows {
+  static constexpr int kExtra = 0;
   const int* lens;
   int width;
   __device__ int length(int u) const { return lens[u] < 0 ? 0 : lens[u] < width ? lens[u] : width; }
@@ -26,7 +27,7 @@ struct Shared {
   uint64_t list[kCap];
   choose::Work work;
   choose::Share share;
-  int sums[32], count[3];
+  int sums[2 * choose::kWarps], count[3];
 };
 
 // A row's scores on their way through shared memory. A thread reads only what it copied itself.
@@ -106,7 +107,7 @@ __device__ void scan(const void* scores_, const void* lens, void* ids_, void* sc
       base = choose::cut<kCap / 256>(s.list, base, k, whole ? 0 : kSlack, s.work, tid);
     if (whole) {
       choose::sync();
-      choose::write_sorted<kMost>(s.list, base, k, static_cast<int*>(ids_) + static_cast<int64_t>(unit) * k, tid);
+      choose::write_sorted<>(s.list, base, k, static_cast<int*>(ids_) + static_cast<int64_t>(unit) * k, s.work, tid);
     } else {
       choose::sync();
       const int list = 2 * block + (offset == 0 ? 1 : 0);
@@ -121,7 +122,7 @@ struct MergeShared {
   uint64_t list[choose::kMergeCap];
   choose::Work work;
   choose::Share share;
-  int sums[32], count[3];
+  int sums[2 * choose::kWarps], count[3];
 };
 
 template <int BYTES>
@@ -138,7 +139,7 @@ __device__ void merge(const void* lens, void* ids, void* scratch, int rows, int 
   const int count = choose::merge_lists(lists, counts, kRoom, found.first, found.last, 0, 1, kRoom, k, s.list, s.count,
                                         s.work, tid);
   int* out = static_cast<int*>(ids) + static_cast<int64_t>(found.unit) * k;
-  choose::write_sorted<kMost, choose::kMergeThreads>(s.list, count, k, out, tid);
+  choose::write_sorted<choose::kMergeThreads>(s.list, count, k, out, s.work, tid);
 }
 
 }  // namespace topk_rows
