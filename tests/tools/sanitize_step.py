@@ -1,0 +1,50 @@
+"""A narrow model's prefill and steps with drafts, every kernel of a step once, for compute-sanitizer on a GPU:
+
+compute-sanitizer --tool memcheck --kernel-regex-exclude kns=at:: python -m tests.tools.sanitize_step
+compute-sanitizer --tool racecheck --kernel-regex-exclude kns=at:: python -m tests.tools.sanitize_step
+
+PyTorch's own kernels are left out: they would take the tools minutes.
+"""
+
+import sys
+import time
+from typing import Any
+
+import torch
+
+from dsv41 import V41FlashConfig
+from dsv41.layers import V41State
+from dsv41.spec import DecodeGraphs
+from tests import models
+
+
+def main(device: str = "cuda") -> None:
+    """Runs everything once; what it computes is tested elsewhere."""
+    start = time.time()
+    cfg = V41FlashConfig.tiny(hidden=256, inter=128)
+    model: Any = models.build(cfg, drafter=True).to(device).pack()
+    for layer in cfg.engram.layers:
+        store = model.layers[layer].engram.store
+        store.values, store.scale = (
+            t.view(torch.uint8).to(device).view(t.dtype) for t in (store.values, store.scale)
+        )
+    state = V41State.allocate(cfg, 3, 256, drafter=True, device=device)
+    inputs = torch.empty(100, model.mtp.input_width, dtype=torch.bfloat16, device=device)
+    place = torch.cat([torch.arange(n) for n in (65, 34, 1)]).int().to(device)
+    cu = torch.tensor([0, 65, 99, 100], dtype=torch.int32, device=device)
+    tokens = torch.arange(100, device=device) * 7 % 490
+    last = cu[1:].long() - 1
+    logits = model(tokens, place, state, cu_seqlens=cu, max_len=65, rows=last, draft_inputs=inputs)
+    model.mtp.write_context(inputs, place, state, cu_seqlens=cu)
+    print(f"prefill, {time.time() - start:.0f} s", flush=True)
+    graphs = DecodeGraphs(model, state, drafter=model.mtp)
+    for r, length in enumerate((65, 34, 1)):
+        graphs.admit(r, logits[r].argmax(), length=length, left=9, temperature=0.5 * (r % 2), seed=r)
+    for budget in (3, None, 0):
+        graphs.step(budget).read()
+        print(f"step, {time.time() - start:.0f} s", flush=True)
+    print(f"done, {time.time() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
