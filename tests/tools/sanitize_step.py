@@ -1,4 +1,4 @@
-"""A narrow model's prefill and steps with drafts, every kernel of a step once, for compute-sanitizer on a GPU:
+"""A narrow model's prefill and steps with drafts, every kernel once, for compute-sanitizer on a GPU:
 
 compute-sanitizer --tool memcheck --kernel-regex-exclude kns=at:: python -m tests.tools.sanitize_step
 compute-sanitizer --tool racecheck --kernel-regex-exclude kns=at:: python -m tests.tools.sanitize_step
