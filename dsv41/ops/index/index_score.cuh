@@ -60,9 +60,10 @@ struct Shared {
   static constexpr int kRound = FORMAT == kMXFP4 && !PUBLISH ? 2 : 1;
   static constexpr int kRing = FORMAT != kMXFP4 || (NQ > 1 && PUBLISH) ? 2 : PUBLISH ? 3 : 4;
   static constexpr int kCap = NQ > 1 && PUBLISH ? 1536 : 2048, kBlockCap = NQ > 1 ? 3072 : 4096;
-  // Lists are cut before they hold more: every group may add a round before it looks again.
-  static constexpr int kFull = kCap - kGroups * kRound * kTile;
-  static constexpr int kBlockFull = kBlockCap - kGroups * kRound * kTile / kQuad;
+  // Lists are cut before they hold more. The warp that looks may be a round ahead of the other three of its group: what
+  // it does not see yet, and what all add before they look again, has room.
+  static constexpr int kAhead = kGroups * kRound * (kTile + kTile / 4 * 3);
+  static constexpr int kFull = kCap - kAhead, kBlockFull = kBlockCap - kAhead / kQuad;
   static constexpr int kPadded = NQ == 1 ? 1 : NQ + 1;  // an odd last query is scored beside nothing
   uint8_t b[kPadded][kHeads * 128];
   uint8_t values[kGroups][kRing][kTile * kValues];
