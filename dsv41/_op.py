@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 _LIBRARY = torch.library.Library("dsv41", "DEF")
@@ -29,13 +30,17 @@ class Unsupported(RuntimeError):
 
 def describe(value: Any) -> str:
     """A value as an error sentence shows it: tensors by shape, dtype and device, text as it is, the rest by
-    repr.
+    repr, or by type where that is long.
     """
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         device = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"{list(value.shape)} {dtype}{device}"
-    return value if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        return value
+    text = repr(value)
+    short = len(text) < 120 and "\n" not in text and "tensor(" not in text
+    return text if short else f"{type(value).__name__} object"
 
 
 def check(condition: bool, name: str, expected: str, got: Any) -> None:
@@ -65,16 +70,21 @@ def check_tensor(
 
     The last dimension must always be contiguous; ``contiguous`` asks it of the whole tensor.
     """
-    good = isinstance(x, torch.Tensor) and x.dim() == len(shape) and x.dtype in dtypes
-    if not (good and all(s is None or s == n for s, n in zip(shape, x.shape, strict=True))):
+    good = isinstance(x, torch.Tensor) and x.dtype in dtypes
+    size = x.shape if good else ()  # a plain loop: this runs several times in every call of an op
+    good = good and len(size) == len(shape)
+    for n, s in zip(size, shape, strict=False):
+        good = good and (s is None or s == n)
+    if not good:
         kinds = "|".join(str(d).removeprefix("torch.") for d in dtypes)
         spelled = ", ".join("*" if s is None else str(s) for s in shape)
         check(False, name, f"{label}: [{spelled}] {kinds}", x)
     if like is not None and x.device != like.device:
         check(False, name, f"{label} on {like.device}", f"{x.device}")
-    if contiguous and not x.is_contiguous():
-        check(False, name, f"{label}: contiguous", f"strides {tuple(x.stride())}")
-    if x.dim() and x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel():
+    if contiguous:
+        if not x.is_contiguous():
+            check(False, name, f"{label}: contiguous", f"strides {tuple(x.stride())}")
+    elif size and x.stride(-1) != 1 and size[-1] > 1 and x.numel():
         check(False, name, f"{label}: last dimension contiguous", f"strides {tuple(x.stride())}")
 
 
@@ -86,11 +96,44 @@ def check_apart(name: str, label: str, x: torch.Tensor) -> None:
     )
 
 
-def check_sizes(name: str, least: int = 0, **sizes: Any) -> None:
-    """Check sizes that a caller gives as numbers: integers of at least ``least``."""
+# What a caller may give as a number, beside what torch.compile makes of one; a bool is none.
+_WHOLE: tuple[type, ...] = (int, torch.SymInt, np.int64)
+_REAL: tuple[type, ...] = (*_WHOLE, float, torch.SymFloat, np.float32)
+_MOST = 2**63 - 1
+
+
+def check_sizes(name: str, least: int = 0, most: int = _MOST, **sizes: Any) -> None:
+    """Check integers that a caller gives: from ``least`` to ``most``, of 64 bits when that is not given."""
     for label, size in sizes.items():
-        good = isinstance(size, int | torch.SymInt) and not isinstance(size, bool) and size >= least
-        check(good, name, f"{label}: an integer of {least} or more", size)
+        whole = isinstance(size, _WHOLE) and not isinstance(size, bool)
+        if not whole or not least <= size <= most:
+            span = f"{least} or more" if most == _MOST else f"{least} to {most}"
+            check(False, name, f"{label}: an integer of {span}", size)
+
+
+def check_numbers(name: str, least: float = 0.0, above: bool = False, **numbers: Any) -> None:
+    """Check real numbers that a caller gives: finite, of at least ``least``, or ``above`` it."""
+    for label, x in numbers.items():
+        real = isinstance(x, _REAL) and not isinstance(x, bool) and -math.inf < x < math.inf
+        if not real or x < least or (above and x == least):
+            span = "" if least == -math.inf else f" above {least:g}" if above else f" of {least:g} or more"
+            check(False, name, f"{label}: a finite number{span}", x)
+
+
+def check_flags(name: str, **flags: Any) -> None:
+    """Check that these arguments are True or False."""
+    for label, flag in flags.items():
+        if not isinstance(flag, bool):
+            check(False, name, f"{label}: True or False", flag)
+
+
+def given_outputs(name: str, out: Any, count: int) -> tuple[Any, ...]:
+    """The ``count`` results that a caller gives to write into, None for each that is not given."""
+    if out is None:
+        return (None,) * count
+    good = isinstance(out, tuple | list) and len(out) == count
+    check(good, name, f"out: {count} results", out)
+    return tuple(out)
 
 
 def output(
@@ -259,10 +302,10 @@ class Op:
         forced = _forced_kernel(self.name)
         if forced == "torch" or (forced is None and target.device == "cpu"):
             return "torch"
+        for kernel in self.kernels:
+            if forced in (None, kernel.name) and kernel.refusal(target, args) is None:
+                return kernel.name
         reasons = self.explain(target, args)
-        for kernel, reason in reasons:
-            if reason is None and kernel != "torch" and forced in (None, kernel):
-                return kernel
         lines = [f"  {kernel:<16} {reason or 'available'}" for kernel, reason in reasons if kernel != "torch"]
         lines.append(f"  {'torch':<16} available; choose it with dsv41.use('torch')")
         wanted = f" (asked for {forced})" if forced else ""

@@ -126,7 +126,7 @@ X = quantize_mxfp8(torch.zeros(1, HIDDEN))
 ONE = torch.zeros(1, TOP_K, dtype=I32)
 ERRORS: dict[str, Any] = {
     "slots": (lambda t: Exchange(t, 0), "slots_per_rank: 1 or more, got 0"),
-    "capacity": (lambda t: Exchange(t, 4, 0), "capacity: 1 or more, or None, got 0"),
+    "capacity": (lambda t: Exchange(t, 4, 0), "capacity: an integer of 1 or more, got 0"),
     "fixed": (lambda t: Exchange(t, 4).dispatch(X, ONE, ONE.float()), "a capacity, or exact=True, got None"),
     "rows": (
         lambda t: Exchange(t, 4, 3).dispatch(X, ONE, ONE.float()).combine(torch.zeros(1, HIDDEN)),

@@ -117,19 +117,25 @@ LAID = MXFP8(torch.zeros(2, 64).to(E4M3), torch.zeros(1, 2, dtype=torch.uint8).v
 SOURCE, LOST = torch.zeros(4, dtype=I32), torch.zeros(2, dtype=torch.int64)
 ERRORS: dict[str, Any] = {
     "slots": (lambda: ops.exchange_plan(S.long(), **TWO), r"slots: \[\*, \*\] int32, got \[2, 3\] int64"),
-    "ranks": (lambda: ops.exchange_plan(S, num_ranks=0, slots_per_rank=4), r"ranks and slots, got \(0, 4\)"),
-    "capacity": (lambda: ops.exchange_plan(S, capacity=0, **TWO), "capacity: 1 or more, or None, got 0"),
+    "ranks": (
+        lambda: ops.exchange_plan(S, num_ranks=0, slots_per_rank=4),
+        "num_ranks: an integer of 1 or more, got 0",
+    ),
+    "capacity": (lambda: ops.exchange_plan(S, capacity=0, **TWO), "capacity: an integer of 1 or more, got 0"),
     "out": (lambda: ops.exchange_plan(S, **TWO, out=(S, S, S)), r"out source: \[6\] int32"),
     "weights": (lambda: ops.exchange_pack(Q, S, S, SOURCE, slots_per_rank=4), r"weights: \[2, 3\] float32"),
     "x": (lambda: ops.exchange_pack(Q, W[:1], S[:1], SOURCE, slots_per_rank=4), r"x: \[1, 64\], got"),
-    "per rank": (lambda: ops.exchange_pack(Q, W, S, SOURCE, slots_per_rank=0), "slots_per_rank: 1 or more"),
+    "per rank": (
+        lambda: ops.exchange_pack(Q, W, S, SOURCE, slots_per_rank=0),
+        "slots_per_rank: an integer of 1 or more",
+    ),
     "lost": (
         lambda: ops.exchange_pack_fixed(Q, W, S, **TWO, capacity=1, lost=S),
         r"lost: \[2\] int64, got \[2, 3\]",
     ),
     "room": (
         lambda: ops.exchange_pack_fixed(Q, W, S, **TWO, capacity=0, lost=LOST),
-        "capacity: 1 or more, got 0",
+        "capacity: an integer of 1 or more, got 0",
     ),
     "scale apart": (
         lambda: ops.exchange_unpack(torch.zeros(2, 96, dtype=torch.uint8), hidden=64, out=(LAID, S, W)),

@@ -233,7 +233,7 @@ ERRORS: dict[str, Any] = {
     "missing": (make(third(0, 1, 2, 3, 4, 0, 5, 6, 4, 5)), "every expert 0 to 7 in layer 2, got"),
     "negative": (make(third(0, 1, 2, 3, 4, 5, 6, 7, -1, 0)), "every expert 0 to 7 in layer 2, got"),
     "twice": (make(third(0, 1, 2, 3, 3, 4, 5, 6, 7, 0)), r"twice on a rank, layer 2, got one on rank .0."),
-    "capacity": (make(capacity=0), "capacity: 1 or more, or None, got 0"),
+    "capacity": (make(capacity=0), "capacity: an integer of 1 or more, got 0"),
     "layers": (lambda: V41Flash(CFG, ep_group=one(5)), r"an ep_group of \(6, 8\) layers and experts, got"),
     "even": (lambda: even_map(2, 8, 3), "experts that 3 ranks share evenly, got 8"),
     "spare": (lambda: even_map(2, 8, 2, spare=5), "at most 4 spare slots and two ranks, got 5"),

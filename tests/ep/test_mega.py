@@ -123,7 +123,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: made(x.values, slots, weights, limit=1.0), r"x: MXFP8 of \[num_tokens, 256\]"),
         (lambda: made(x, slots[:, :2], weights, limit=1.0), r"slots: \[5, 3\] int32, got \[5, 2\]"),
         (lambda: made(x, slots, weights.double(), limit=1.0), r"weights: \[5, 3\] float32"),
-        (lambda: made(x, slots, weights, limit=0.0), "limit: a number above 0, got 0.0"),
+        (lambda: made(x, slots, weights, limit=0.0), "limit: a finite number above 0, got 0.0"),
         (
             lambda: made(x, slots, weights, limit=1.0, shared=torch.zeros(4, HIDDEN)),
             r"shared: \[5, 256\] bfloat16",

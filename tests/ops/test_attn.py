@@ -158,18 +158,18 @@ def refuse(*args: Any, **keys: Any) -> Any:
 ERRORS: dict[str, Any] = {
     "q": (refuse(Q[..., :16], C, N), r"sparse_attn: expected q: \[\*, \*, 32\] bfloat16, got \[2, 1, 16\]"),
     "device": (refuse(Q, META, N), "q on meta, got cpu"),
-    "pair": (refuse(Q, C, N, C), "compressed and compressed_ids together, got None"),
+    "pair": (refuse(Q, C, N, C), "compressed and compressed_ids together, got one of them"),
     "ids": (refuse(Q, C, N.long()), r"window_ids: \[2, \*\] int32, got \[2, 1\] int64"),
     "width": (refuse(Q, C, N, WIDE, N), "compressed: records of width 32, got Record"),
     "compressed device": (refuse(Q, C, N, META, N), "compressed on cpu, got meta"),
     "compressed ids": (refuse(Q, C, N, C, N[:1]), r"compressed_ids: \[2, \*\] int32, got \[1, 1\]"),
     "sink": (refuse(Q, C, N, sink=torch.zeros(2)), r"sink: \[1\] float32, got \[2\]"),
-    "scale": (lambda: ops.sparse_attn(Q, C, N, scale=math.nan), "scale: a number, got nan"),
+    "scale": (lambda: ops.sparse_attn(Q, C, N, scale=math.nan), "scale: a finite number, got nan"),
     "no cos": (refuse(Q, C, N, inverse_rope=(None, A)), r"inverse_rope: \(cos, sin\), .*, got \(None, \[2"),
     "no sin": (refuse(Q, C, N, inverse_rope=(A, None)), r"inverse_rope: .* got \(\[2, 4\] float32, None\)"),
     "no angles": (refuse(Q, C, N, inverse_rope=()), r"inverse_rope: .* got \(\)"),
     "one angle": (refuse(Q, C, N, inverse_rope=(A,)), r"inverse_rope: .* got \(\[2, 4\] float32\)"),
-    "splits": (refuse(Q, C, N, num_splits=0), "num_splits: at least 1, got 0"),
+    "splits": (refuse(Q, C, N, num_splits=0), "num_splits: an integer of 1 or more, got 0"),
     "scratch": (
         refuse(
             Q, C, N.expand(2, 130).contiguous(), num_splits=2, scratch=torch.zeros(543, dtype=torch.uint8)

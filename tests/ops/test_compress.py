@@ -202,7 +202,7 @@ ERRORS: dict[str, Any] = {
         "copy_records: expected cache: records Record",
     ),
     "copy split": (lambda: ops.copy_records(*[cache("mxfp4"), Z] * 2), "an interleaved record, got mxfp4"),
-    "copy from": (lambda: ops.copy_records(C, Z[:1], C, Z), r"source_slots: \[2\] int32, got \[1\]"),
+    "copy from": (lambda: ops.copy_records(C, Z[:1], C, Z), r"slots: \[1\] int32, got \[2\]"),
     "copy to": (lambda: ops.copy_records(C, Z, C, Z.long()), r"slots: \[2\] int32, got \[2\] int64"),
 }
 

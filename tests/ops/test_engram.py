@@ -318,7 +318,7 @@ HASH_ARGS = {
         ({"primes": SPEC.primes[:, :23]}, "primes: columns a multiple of 3"),
         ({"offsets": SPEC.offsets[:, :3]}, "offsets: [2, 24] int64, got [2, 3] int64"),
         ({"lookback": ints(1, 2, 3)}, "lookback: [1, 3] int32|int64, got [3] int32"),
-        ({"pad_token": CLASSES + 1}, "pad_token: below 99093, got 99093"),
+        ({"pad_token": CLASSES + 1}, "pad_token: an integer of 0 to 99092, got 99093"),
         ({"out": torch.empty(2, 2, 24)}, "out: [2, 2, 24] int32, got [2, 2, 24] float32"),
         ({"tokens": torch.ones(2, dtype=torch.int32, device="meta")}, "positions on meta, got cpu"),
     ],

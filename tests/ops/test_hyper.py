@@ -137,7 +137,7 @@ ERRORS = {
     "mixes scale": (lambda: ops.mhc_mixes(X, FN, B, B, **KEYS), r"scale: \[3\] float32, got \[24\]"),
     "mixes iters": (
         lambda: ops.mhc_mixes(X, FN, B, C, norm_eps=0.0, eps=0.0, iters=0),
-        "iters: at least 1, got 0",
+        "iters: an integer of 1 or more, got 0",
     ),
     "mixes out": (
         lambda: ops.mhc_mixes(X, FN, B, C, **KEYS, out=(P, P, P)),

@@ -219,7 +219,7 @@ ERRORS: dict[str, Any] = {
         r"topk: expected scores: \[\*, \*\] float32",
     ),
     "topk lens": (lambda: ops.topk(N, ints(1), k=1), r"lens: \[2\] int32, got \[1\]"),
-    "topk k": (lambda: ops.topk(N, ints(1, 1), k=0), "k: at least 1, got 0"),
+    "topk k": (lambda: ops.topk(N, ints(1, 1), k=0), "k: an integer of 1 or more, got 0"),
     "topk out apart": (
         lambda: ops.topk(N, ints(1, 1), k=1, out=ints(1).expand(2, 1)),
         r"topk: expected out: elements apart in memory, got strides \(0, 1\)",
@@ -232,7 +232,7 @@ ERRORS: dict[str, Any] = {
     "requests": (refuse(request_ids=N), r"request_ids: \[2\] int32, got \[2, 5\] float32"),
     "visible": (refuse(visible=N), r"visible: \[2\] int32, got \[2, 5\] float32"),
     "table": (refuse(page_table=S.visible), r"page_table: \[\*, \*\] int32, got \[2\] int32"),
-    "top_k": (refuse(top_k=0), r"top_k and block_size: at least 1, got \(0, 1\)"),
+    "top_k": (refuse(top_k=0), "top_k: an integer of 1 or more, got 0"),
     "candidates": (refuse(candidates=N), r"candidates: \[2, \*\] int32, got \[2, 5\] float32"),
     "out apart": (refuse(out=ints(1).expand(2, 1)), r"out: elements apart in memory, got strides \(0, 1\)"),
     "out": (refuse(out=N), r"out: \[2, 1\] int32, got \[2, 5\] float32"),

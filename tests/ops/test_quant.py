@@ -86,7 +86,7 @@ ERRORS = {
     **{
         f"limit {n}": (
             lambda n=n: ops.swiglu_quantize(X, limit=n),
-            f"swiglu_quantize: expected limit: a number above 0, got {n}",
+            f"swiglu_quantize: expected limit: a finite number above 0, got {n}",
         )
         for n in (0.0, -1.0, float("nan"))
     },

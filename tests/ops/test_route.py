@@ -93,7 +93,7 @@ ERRORS: dict[str, Any] = {
         r"topk_route: expected logits: \[\*, \*\] float32, got \[8\]",
     ),
     "bias": (lambda: ops.topk_route(L, B[:4], **K), r"bias: \[8\] float32, got \[4\]"),
-    "top_k": (lambda: ops.topk_route(L, B, top_k=9, scale=1.0), "top_k: 1 to 8, got 9"),
+    "top_k": (lambda: ops.topk_route(L, B, top_k=9, scale=1.0), "top_k: an integer of 1 to 8, got 9"),
     "pair": (lambda: ops.topk_route(L, B, image_bias=B, **K), "image and image_bias together, got"),
     "image": (lambda: ops.topk_route(L, B, image_bias=B, image=B > 0, **K), r"image: \[2\] bool, got \[8\]"),
     "image_bias": (
@@ -103,7 +103,7 @@ ERRORS: dict[str, Any] = {
     **{
         f"temperature {t}": (
             lambda t=t: ops.topk_route(L, B, temperature=t, **K),
-            f"temperature: a number above 0, got {t}",
+            f"temperature: a finite number above 0, got {t}",
         )
         for t in (0.0, -1.0, float("nan"))
     },

@@ -1,5 +1,6 @@
 """Sparse attention over cache records."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ from ..._op import (
     Kernel,
     Op,
     check,
+    check_flags,
+    check_numbers,
     check_sizes,
     check_tensor,
     check_values,
@@ -237,16 +240,16 @@ def sparse_attn(
     check(q.device == window.pages.device, name, f"q on {window.pages.device}", f"{q.device}")
     tokens, heads, _ = q.shape
     check(heads >= 1, name, "q: at least one head", q)
-    check(
-        (compressed is None) == (compressed_ids is None), name, "compressed and compressed_ids together", None
-    )
+    both = (compressed is None) == (compressed_ids is None)
+    check(both, name, "compressed and compressed_ids together", "one of them")
     for label, cache, ids in (("window", window, window_ids), ("compressed", compressed, compressed_ids)):
-        if cache is None or ids is None:
+        if cache is None:
             continue
+        check(isinstance(cache, PagedKV), name, "compressed: PagedKV", cache)
         check(cache.record.dim == q.shape[2], name, f"{label}: records of width {q.shape[2]}", cache.record)
         check(cache.pages.device == q.device, name, f"{label} on {q.device}", f"{cache.pages.device}")
         check_tensor(name, f"{label}_ids", ids, (tokens, None), torch.int32, like=q)
-        if check_values():
+        if check_values() and ids is not None:
             wrong = ((ids < -1) | (ids >= cache.num_slots)).nonzero()[:1].tolist()
             for row, column in wrong:
                 got = f"{int(ids[row, column])} in row {row}"
@@ -258,8 +261,8 @@ def sparse_attn(
                 check(False, name, f"{label}_ids: distinct in a row", got)
     if sink is not None:
         check_tensor(name, "sink", sink, (heads,), torch.float32, like=q)
-    # Not a number is unequal to itself.
-    check(isinstance(scale, int | float) and scale == scale, name, "scale: a number", scale)
+    check_numbers(name, -math.inf, scale=scale)
+    check_flags(name, return_lse=return_lse)
     cos = sin = None
     if inverse_rope is not None:
         given = tuple(inverse_rope) if isinstance(inverse_rope, tuple | list) else (inverse_rope,)
@@ -277,7 +280,7 @@ def sparse_attn(
     near = window_ids.shape[1]
     if num_splits is None:
         num_splits = num_splits_for(tokens, heads, near, far)
-    check(num_splits >= 1, name, "num_splits: at least 1", num_splits)
+    check_sizes(name, 1, num_splits=num_splits)
     num_splits = min(num_splits, max(1, -(-near // TILE) + -(-far // TILE)))
     size = sparse_attn_scratch(tokens, heads, q.shape[2], near, far, num_splits)
     scratch = workspace(name, scratch, size, q)

@@ -4,7 +4,17 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, check_values, output
+from ..._op import (
+    Kernel,
+    Op,
+    check,
+    check_apart,
+    check_flags,
+    check_numbers,
+    check_tensor,
+    check_values,
+    output,
+)
 from ...cache import PagedKV
 from ..norm_rope.api import check_rope_table
 
@@ -111,12 +121,13 @@ def compress_pairs(
     check_tensor(name, "positions", positions, (tokens,), torch.int32, like=kv_gate)
     check_tensor(name, "carry", carry, (None, None, width), torch.float32, like=kv_gate)
     check(carry.shape[1] >= 1, name, "carry: at least one slot", carry)
+    check_apart(name, "carry", carry)
     out = output(name, out, (tokens, width // 2), torch.bfloat16, kv_gate)
     _PAIRS(kv_gate, request_ids, positions, carry, out)
     return out
 
 
-def _check_slots(name: str, label: str, slots: torch.Tensor, count: int, cache: PagedKV) -> None:
+def _check_slots(name: str, label: str, slots: torch.Tensor, count: int | None, cache: PagedKV) -> None:
     check_tensor(name, label, slots, (count,), torch.int32, like=cache.pages)
     if check_values() and slots.numel():
         low, high = int(slots.min()), int(slots.max())
@@ -159,11 +170,14 @@ def write_cache(
     Reference: dsv41_reference.cache.write_cache
     """
     name = "write_cache"
+    check(isinstance(cache, PagedKV), name, "cache: PagedKV", cache)
     check_tensor(name, "x", x, (None, cache.record.dim), torch.bfloat16, like=cache.pages)
     check_rope_table(name, cos, sin, x.shape[0], x.shape[1], x)
     _check_slots(name, "slots", slots, x.shape[0], cache)
     if norm_weight is not None:
         check_tensor(name, "norm_weight", norm_weight, (x.shape[1],), torch.bfloat16, like=x)
+    check_numbers(name, eps=eps)
+    check_flags(name, round_rope=round_rope)
     _WRITE(x, norm_weight, eps, cos, sin, slots, round_rope, cache.record.layout, cache.pages)
 
 
@@ -180,6 +194,8 @@ def copy_records(source: PagedKV, source_slots: torch.Tensor, cache: PagedKV, sl
     Reference: dsv41_reference.cache.copy_records
     """
     name = "copy_records"
+    check(isinstance(source, PagedKV), name, "source: PagedKV", source)
+    check(isinstance(cache, PagedKV), name, "cache: PagedKV", cache)
     check(source.record == cache.record, name, f"cache: records {source.record}", cache.record)
     check(
         source.record.layout not in ("mxfp4", "v4", "fp8"),
@@ -187,6 +203,6 @@ def copy_records(source: PagedKV, source_slots: torch.Tensor, cache: PagedKV, sl
         "an interleaved record",
         source.record.layout,
     )
-    _check_slots(name, "source_slots", source_slots, slots.shape[0], source)
-    _check_slots(name, "slots", slots, slots.shape[0], cache)
+    _check_slots(name, "source_slots", source_slots, None, source)
+    _check_slots(name, "slots", slots, source_slots.shape[0], cache)
     _COPY(source.pages, source_slots, slots, cache.pages)

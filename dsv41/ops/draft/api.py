@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..._op import Kernel, Op, check_tensor
+from ..._op import Kernel, Op, check_apart, check_tensor
 
 
 def _npu(logits: torch.Tensor, embeds: torch.Tensor, weight: torch.Tensor) -> str | None:
@@ -58,5 +58,6 @@ def markov_bias(logits: torch.Tensor, embeds: torch.Tensor, weight: torch.Tensor
     vocab, rank = weight.shape
     check_tensor("markov_bias", "embeds", embeds, (None, rank), torch.bfloat16, like=weight)
     check_tensor("markov_bias", "logits", logits, (embeds.shape[0], vocab), torch.float32, like=weight)
+    check_apart("markov_bias", "logits", logits)
     _BIAS(logits, embeds, weight)
     return logits

@@ -5,7 +5,17 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, check_values, output
+from ..._op import (
+    Kernel,
+    Op,
+    check,
+    check_flags,
+    check_numbers,
+    check_sizes,
+    check_tensor,
+    check_values,
+    output,
+)
 from ...formats import E4M3, E8M0
 from ..quant.api import unaligned
 
@@ -130,7 +140,9 @@ def engram_hash(
         requests = cu_seqlens.shape[0] - 1
         check_tensor(name, "lookback", lookback, (requests, orders - 1), *_INTEGERS, like=tokens)
     vocab = token_classes.shape[0]
-    check(0 <= pad_token < vocab, name, f"pad_token: below {vocab}", pad_token)
+    check_sizes(name, 0, vocab - 1, pad_token=pad_token)
+    check_sizes(name, -1, image_token=image_token)
+    check_flags(name, mask_dead=mask_dead)
     out = output(name, out, (count, layers, columns), torch.int32, tokens)
     if check_values():
         _check_ids(tokens, positions, cu_seqlens, lookback, orders, vocab)
@@ -197,7 +209,8 @@ def engram_lookup(
     name = "engram_lookup"
     check_tensor(name, "rows", rows, (None, None), torch.int32)
     # The schema's tensors may live in two places: a GPU reads pinned host memory where it is.
-    pinned = rows.device.type == "cuda" and values.device.type == "cpu" and values.is_pinned()
+    away = rows.device.type == "cuda" and isinstance(values, torch.Tensor) and values.device.type == "cpu"
+    pinned = away and values.is_pinned()
     place = None if pinned else rows
     check_tensor(name, "values", values, (None, None), E4M3, like=place, contiguous=True)
     count, width = values.shape
@@ -265,6 +278,7 @@ def engram_gate(
     check_tensor(name, "kv", kv, (count, (streams + 1) * hidden), torch.bfloat16, like=x)
     check_tensor(name, "q_weight", q_weight, (streams, hidden), torch.bfloat16, like=x)
     check_tensor(name, "k_weight", k_weight, (streams, hidden), torch.bfloat16, like=x)
+    check_numbers(name, eps=eps)
     if dead is not None:
         check_tensor(name, "dead", dead, (count,), torch.bool, like=x)
     out = output(name, out, (count, streams, hidden), torch.bfloat16, x)

@@ -6,7 +6,17 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, check, check_apart, check_tensor, check_values, output
+from ..._op import (
+    Kernel,
+    Op,
+    check,
+    check_apart,
+    check_sizes,
+    check_tensor,
+    check_values,
+    given_outputs,
+    output,
+)
 from ...formats import E4M3, E8M0, MXFP8
 from ..quant.api import mxfp8_operand
 
@@ -111,10 +121,11 @@ def exchange_plan(
     """
     name = "exchange_plan"
     check_tensor(name, "slots", slots, (None, None), torch.int32, contiguous=True)
-    check(num_ranks >= 1 and slots_per_rank >= 1, name, "ranks and slots", (num_ranks, slots_per_rank))
-    check(capacity is None or capacity >= 1, name, "capacity: 1 or more, or None", capacity)
+    check_sizes(name, 1, num_ranks=num_ranks, slots_per_rank=slots_per_rank)
+    if capacity is not None:
+        check_sizes(name, 1, capacity=capacity)
     _check_slots(name, slots, num_ranks * slots_per_rank)
-    given = out or (None, None, None)
+    given = given_outputs(name, out, 3)
     rows = slots.numel() if capacity is None else num_ranks * capacity
     out = (
         output(name, given[0], tuple(slots.shape), torch.int32, slots, "out place"),
@@ -157,7 +168,7 @@ def exchange_pack(
     name = "exchange_pack"
     x = _rows(name, x, weights, slots)
     check_tensor(name, "source", source, (None,), torch.int32, like=slots)
-    check(slots_per_rank >= 1, name, "slots_per_rank: 1 or more", slots_per_rank)
+    check_sizes(name, 1, slots_per_rank=slots_per_rank)
     out = output(name, out, (source.shape[0], record_bytes(x.values.shape[1])), torch.uint8, slots)
     _PACK(*x.flat(), weights, slots, source, slots_per_rank, out)
     return out
@@ -167,7 +178,9 @@ def _rows(name: str, x: torch.Tensor | MXFP8, weights: torch.Tensor, slots: torc
     """Checks what is packed; returns the operand."""
     check_tensor(name, "slots", slots, (None, None), torch.int32, contiguous=True)
     check_tensor(name, "weights", weights, tuple(slots.shape), torch.float32, like=slots, contiguous=True)
+    check(isinstance(x, torch.Tensor | MXFP8), name, "x: bf16 tensor or MXFP8", x)
     hidden = (x if isinstance(x, torch.Tensor) else x.values).shape[-1]
+    check(hidden % 32 == 0, name, "x: [num_tokens, hidden], hidden a multiple of 32", x)
     x = mxfp8_operand(name, x, hidden, slots)
     check(x.values.shape[0] == slots.shape[0], name, f"x: [{slots.shape[0]}, {hidden}]", x.values)
     return x
@@ -207,11 +220,10 @@ def exchange_pack_fixed(
     """
     name = "exchange_pack_fixed"
     x = _rows(name, x, weights, slots)
-    check(num_ranks >= 1 and slots_per_rank >= 1, name, "ranks and slots", (num_ranks, slots_per_rank))
-    check(capacity >= 1, name, "capacity: 1 or more", capacity)
+    check_sizes(name, 1, num_ranks=num_ranks, slots_per_rank=slots_per_rank, capacity=capacity)
     _check_slots(name, slots, num_ranks * slots_per_rank)
     check_tensor(name, "lost", lost, (num_ranks,), torch.int64, like=slots, contiguous=True)
-    given, shape = out or (None, None), (num_ranks * capacity, record_bytes(x.values.shape[1]))
+    given, shape = given_outputs(name, out, 2), (num_ranks * capacity, record_bytes(x.values.shape[1]))
     place = output(name, given[0], tuple(slots.shape), torch.int32, slots, "out place")
     records = output(name, given[1], shape, torch.uint8, slots, "out records")
     _PACK_FIXED(*x.flat(), weights, slots, num_ranks, slots_per_rank, capacity, place, lost, records)
@@ -244,10 +256,12 @@ def exchange_unpack(
     Reference: dsv41_reference.exchange.exchange_unpack
     """
     name = "exchange_unpack"
-    check(hidden >= 32 and hidden % 32 == 0, name, "hidden: a multiple of 32", hidden)
+    check_sizes(name, 32, hidden=hidden)
+    check(hidden % 32 == 0, name, "hidden: a multiple of 32", hidden)
     check_tensor(name, "records", records, (None, record_bytes(hidden)), torch.uint8, contiguous=True)
-    rows, given = records.shape[0], out or (None, None, None)
+    rows, given = records.shape[0], given_outputs(name, out, 3)
     view = given[0]
+    check(view is None or isinstance(view, MXFP8), name, "out: MXFP8, slots and weights", view)
     if view is None:
         scale = torch.empty((rows, hidden // 32), dtype=torch.uint8, device=records.device)
         values = torch.empty((rows, hidden), dtype=E4M3, device=records.device)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..._op import Target, check, check_tensor, output
+from ..._op import Target, check, check_numbers, check_tensor, output
 from ...formats import MXFP8, MXFP4Experts
 from .._deepgemm import packed_scale
 
@@ -52,7 +52,7 @@ class MegaExperts:
         check(tokens <= room, name, f"at most {room} tokens, as the buffer has room for", tokens)
         check_tensor(name, "slots", slots, (tokens, b.num_topk), torch.int32, like=x.values)
         check_tensor(name, "weights", weights, (tokens, b.num_topk), torch.float32, like=x.values)
-        check(isinstance(limit, int | float) and limit > 0, name, "limit: a number above 0", limit)
+        check_numbers(name, above=True, limit=limit)
         if shared is not None:
             check_tensor(name, "shared", shared, (tokens, b.hidden), torch.bfloat16, like=x.values)
         out = output(name, out, (tokens, b.hidden), torch.bfloat16, x.values)

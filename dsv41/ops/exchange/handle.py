@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..._op import check, check_tensor
+from ..._op import check, check_sizes, check_tensor
 from ...formats import MXFP8
 from .api import exchange_combine, exchange_pack, exchange_pack_fixed, exchange_plan, exchange_unpack
 from .transport import Pending, Transport
@@ -29,8 +29,9 @@ class Exchange:
     """
 
     def __init__(self, transport: Transport, slots_per_rank: int, capacity: int | None = None):
-        check(slots_per_rank >= 1, "Exchange", "slots_per_rank: 1 or more", slots_per_rank)
-        check(capacity is None or capacity >= 1, "Exchange", "capacity: 1 or more, or None", capacity)
+        check_sizes("Exchange", 1, slots_per_rank=slots_per_rank)
+        if capacity is not None:
+            check_sizes("Exchange", 1, capacity=capacity)
         self.transport, self.slots_per_rank, self.capacity = transport, slots_per_rank, capacity
         self.overflow: torch.Tensor | None = None  # [ranks] int64 on the device: pairs not sent
 

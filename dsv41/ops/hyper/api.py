@@ -5,7 +5,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._op import Kernel, Op, check, check_sizes, check_tensor, output, workspace
+from ..._op import (
+    Kernel,
+    Op,
+    check,
+    check_numbers,
+    check_sizes,
+    check_tensor,
+    given_outputs,
+    output,
+    workspace,
+)
 from ...formats import MXFP8
 from ..quant.api import quantised_output, unaligned
 
@@ -181,8 +191,9 @@ def mhc_mixes(
     check_tensor(name, "fn", fn, (outputs, streams * hidden), torch.float32, like=x)
     check_tensor(name, "base", base, (outputs,), torch.float32, like=x)
     check_tensor(name, "scale", scale, (3,), torch.float32, like=x)
-    check(iters >= 1, name, "iters: at least 1", iters)
-    given = out or (None, None, None)
+    check_numbers(name, norm_eps=norm_eps, eps=eps)
+    check_sizes(name, 1, iters=iters)
+    given = given_outputs(name, out, 3)
     out = (
         output(name, given[0], (tokens, streams), torch.float32, x, "out pre"),
         output(name, given[1], (tokens, streams), torch.float32, x, "out post"),
@@ -303,6 +314,7 @@ def mhc_boundary(
     check(hidden % 32 == 0, name, "x: hidden a multiple of 32", x)
     outputs, f32 = streams * (streams + 2), torch.float32
     check_tensor(name, "y", y, (tokens, hidden), torch.bfloat16, like=x)
+    check(isinstance(mixes, tuple | list) and len(mixes) == 3, name, "mixes: pre, post and comb", mixes)
     pre, post, comb = mixes
     check_tensor(name, "pre", pre, (tokens, streams), f32, like=x, contiguous=True)
     check_tensor(name, "post", post, (tokens, streams), f32, like=x, contiguous=True)
@@ -311,7 +323,9 @@ def mhc_boundary(
     check_tensor(name, "base", base, (outputs,), f32, like=x)
     check_tensor(name, "scale", scale, (3,), f32, like=x)
     check_tensor(name, "weight", weight, (hidden,), torch.bfloat16, like=x)
-    check(iters >= 1, name, "iters: at least 1", iters)
+    check_numbers(name, norm_eps=norm_eps, eps=eps)
+    check_numbers(name, above=True, floor=floor)
+    check_sizes(name, 1, iters=iters)
     out = output(name, out, tuple(x.shape), torch.bfloat16, x)
     check(out.is_contiguous(), name, "out: contiguous", f"strides {tuple(out.stride())}")
     following = (torch.empty_like(pre), torch.empty_like(post), torch.empty_like(comb))

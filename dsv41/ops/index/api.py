@@ -184,7 +184,7 @@ def topk(
     """
     check_tensor("topk", "scores", scores, (None, None), torch.float32)
     check_tensor("topk", "lens", lens, (scores.shape[0],), torch.int32, like=scores)
-    check(k >= 1, "topk", "k: at least 1", k)
+    check_sizes("topk", 1, k=k)
     out = output("topk", out, (scores.shape[0], k), torch.int32, scores)
     _TOPK(scores, lens, out, workspace("topk", scratch, topk_scratch(scores.shape[0]), scores))
     return out
@@ -243,6 +243,7 @@ def index_topk(
         "q: MXFP4 [num_tokens, index_heads, index_dim/2]",
         q,
     )
+    check(isinstance(keys, PagedKV), name, "keys: PagedKV", keys)
     tokens, heads, half = q.values.shape
     check(keys.record.dim == 2 * half, name, f"keys: records of width {2 * half}", keys.record)
     check(q.values.device == keys.pages.device, name, f"q on {keys.pages.device}", f"{q.values.device}")
@@ -250,8 +251,8 @@ def index_topk(
     check_tensor(name, "request_ids", request_ids, (tokens,), torch.int32, like=q.values)
     check_tensor(name, "visible", visible, (tokens,), torch.int32, like=q.values)
     check_tensor(name, "page_table", page_table, (None, None), torch.int32, like=q.values)
-    check(top_k >= 1 and block_size >= 1, name, "top_k and block_size: at least 1", (top_k, block_size))
-    check(num_candidates >= 0, name, "num_candidates: at least 0", num_candidates)
+    check_sizes(name, 1, top_k=top_k, block_size=block_size)
+    check_sizes(name, num_candidates=num_candidates)
     if candidates is not None:
         check_tensor(name, "candidates", candidates, (tokens, None), torch.int32, like=q.values)
     if check_values() and tokens:

@@ -348,7 +348,7 @@ def linear(
     """
     check_tensor("linear", "w", w, (None, None), torch.bfloat16)
     check_tensor("linear", "x", x, (None, w.shape[1]), torch.bfloat16, like=w)
-    dtype = dtype or (out.dtype if out is not None else torch.bfloat16)
+    dtype = dtype or (out.dtype if isinstance(out, torch.Tensor) else torch.bfloat16)
     check(dtype in (torch.float32, torch.bfloat16), "linear", "dtype: float32 or bfloat16", dtype)
     shape = (x.shape[0], w.shape[0])
     out = output("linear", out, shape, dtype, x)

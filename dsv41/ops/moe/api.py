@@ -11,6 +11,7 @@ from ..._op import (
     Op,
     Parts,
     check,
+    check_numbers,
     check_sizes,
     check_tensor,
     check_values,
@@ -91,14 +92,12 @@ def mxfp4_moe_scratch(num_tokens: int, top_k: int, num_experts: int, hidden: int
     return parts_bytes(scratch_parts(num_tokens, top_k, num_experts, hidden, inter))
 
 
-def read_layout(layout: str) -> tuple[str, tuple[int, int]]:
-    """What a "hopper" layout says: numerics, or "plain" for weights that do not fold, and the middle code of
-    the scales of w13 and of w2.
+def read_layout(layout: str) -> tuple[str, tuple[int, int], bool]:
+    """What a "hopper" layout says: numerics, the middle code of the scales of w13 and of w2, and whether some
+    experts do not fold.
     """
-    if layout == "hopper":
-        return "plain", (127, 127)
-    _, numerics, first, second = layout.split()
-    return numerics, (int(first), int(second))
+    _, numerics, first, second, *mixed = layout.split()
+    return numerics, (int(first), int(second)), bool(mixed)
 
 
 def pack_experts(
@@ -108,18 +107,21 @@ def pack_experts(
 
     Args:
         experts: MXFP4Experts view in the plain layout, hidden a multiple of 256, inter of 128, scale codes
-            1 to 251.
+            1 to 223.
         numerics: "exact", or "fp8": activations have one scale a 128 values, the largest of the four.
         add_up: adds counts [256] int64 up over the ranks that share the layer, in place: experts can then
             move between them, because all of them choose the same layout. None is one rank.
 
     Returns:
         MXFP4Experts view with a "hopper" layout over the same memory; the given view is no longer valid. Its
-        ``unfolded`` counts 1 x 32 blocks whose scale is too far from the layer's others to become part of FP8
-        values (more than a factor of 2^26); with any, the layer takes the exact, slower path.
+        ``unfolded`` counts 1 x 32 blocks, of all ranks, whose scale is too far from the layer's others to
+        become part of FP8 values (2^13 from the middle); ``routed`` the experts here that have such blocks.
+        A call takes those through exact kernels that apply scales to sums, whatever the numerics, and the
+        others through the fast ones; the layout then ends in "mixed".
 
     Errors: ValueError before anything is written. One expert at a time: less than 1 GB above the layer.
-    Contract: every value and scale is kept; with "exact" the products are those of the plain layout.
+    Contract: every value and scale is kept; with "exact" the products are those of the plain layout. An
+        expert is its slot of every tensor, also in a mixed layer.
     """
     name = "pack_experts"
     check(isinstance(experts, MXFP4Experts), name, "experts: MXFP4Experts", experts)
@@ -138,17 +140,22 @@ def pack_experts(
             tensor.is_contiguous(), name, "contiguous weights and scales", f"strides {tuple(tensor.stride())}"
         )
     used = [pack.used_codes(values, scale) for values, scale in ((w13, w13_scale), (w2, w2_scale))]
-    for counts in used:
+    totals = [counts.sum(0) for counts in used]
+    for counts in totals:
         if add_up is not None:
             add_up(counts)
-    bases, unfolded = zip(*(pack.fold_base(counts) for counts in used), strict=True)
+    bases = [pack.fold_base(counts) for counts in totals]
+    unfolded = sum(int(pack.outside(counts, base)) for counts, base in zip(totals, bases, strict=True))
+    far = sum(pack.outside(counts, base) for counts, base in zip(used, bases, strict=True)) > 0
+    routed = far.tolist()
     for e in range(experts.num_experts):
         w13[e].copy_(pack.mxfp4_values(pack.gate_up_rows(w13[e])))
-        w13_scale[e].copy_(pack.mxfp4_scales(pack.gate_up_rows(w13_scale[e])))
         w2[e].copy_(pack.mxfp4_values(w2[e]))
-        w2_scale[e].copy_(pack.mxfp4_scales(w2_scale[e]))
-    layout = "hopper" if sum(unfolded) else f"hopper {numerics} {bases[0]} {bases[1]}"
-    return dataclasses.replace(experts, layout=layout, unfolded=sum(unfolded))
+        codes = pack.mxfp4_scales(pack.gate_up_rows(w13_scale[e])), pack.mxfp4_scales(w2_scale[e])
+        for scale, code, base in zip((w13_scale, w2_scale), codes, bases, strict=True):
+            scale[e].copy_(pack.moved_codes(code, base) if unfolded and not routed[e] else code)
+    layout = f"hopper {numerics} {bases[0]} {bases[1]}" + (" mixed" if unfolded else "")
+    return dataclasses.replace(experts, layout=layout, unfolded=unfolded, routed=sum(routed))
 
 
 def mxfp4_moe(
@@ -202,7 +209,7 @@ def mxfp4_moe(
         check(good, name, f"expert_ids: -1 to {experts.num_experts - 1}", f"{low} to {high}")
     if experts.layout.startswith("plain"):  # packing has looked at the others
         check_scales(name, {"w13_scale": experts.w13_scale, "w2_scale": experts.w2_scale})
-    check(isinstance(limit, int | float) and limit > 0, name, "limit: a number above 0", limit)
+    check_numbers(name, above=True, limit=limit)
     if shared is not None:
         check_tensor(name, "shared", shared, (tokens, hidden), torch.bfloat16, like=experts.w13)
     out = output(name, out, (tokens, hidden), torch.bfloat16, experts.w13)

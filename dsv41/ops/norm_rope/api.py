@@ -2,7 +2,7 @@
 
 import torch
 
-from ..._op import Kernel, Op, check, check_apart, check_tensor, output
+from ..._op import Kernel, Op, check, check_apart, check_flags, check_numbers, check_tensor, output
 from ...formats import MXFP8
 from ..quant.api import quantised_output, unaligned
 
@@ -101,6 +101,7 @@ def rms_norm(
     """
     check_tensor("rms_norm", "x", x, (None, None), torch.bfloat16)
     check_tensor("rms_norm", "weight", weight, (x.shape[1],), torch.bfloat16, like=x)
+    check_numbers("rms_norm", eps=eps)
     out = output("rms_norm", out, tuple(x.shape), torch.bfloat16, x)
     _RMS_NORM(x, weight, eps, out)
     return out
@@ -138,6 +139,8 @@ def rms_norm_quantize(
     check_tensor(name, "x", x, (None, None), torch.bfloat16)
     check(x.shape[1] % 32 == 0, name, "x: [num_tokens, dim] with dim a multiple of 32", x)
     check_tensor(name, "weight", weight, (x.shape[1],), torch.bfloat16, like=x)
+    check_numbers(name, eps=eps)
+    check_numbers(name, above=True, floor=floor)
     if norm is not None:
         check_tensor(name, "norm", norm, tuple(x.shape), torch.bfloat16, like=x)
         check_apart(name, "norm", norm)
@@ -173,6 +176,7 @@ def rope(
     """
     check_tensor("rope", "x", x, (None, None, None), torch.bfloat16)
     check_rope_table("rope", cos, sin, x.shape[0], x.shape[2], x)
+    check_flags("rope", inverse=inverse)
     out = output("rope", out, tuple(x.shape), torch.bfloat16, x)
     _ROPE(x, cos, sin, inverse, out)
     return out

@@ -5,7 +5,17 @@ from typing import TypeVar
 
 import torch
 
-from ..._op import Kernel, Op, check, check_apart, check_tensor, check_values, output
+from ..._op import (
+    Kernel,
+    Op,
+    check,
+    check_apart,
+    check_flags,
+    check_numbers,
+    check_tensor,
+    check_values,
+    output,
+)
 from ...formats import E4M3, E8M0, MXFP4, MXFP8, NVFP4
 
 _View = TypeVar("_View", MXFP8, MXFP4, NVFP4)
@@ -24,7 +34,7 @@ def unaligned(**rows: torch.Tensor) -> str | None:
 
 
 def _rows_fit(x: torch.Tensor, floor: float, values: torch.Tensor, scale: torch.Tensor) -> str | None:
-    return "floor: not positive" if floor <= 0 else unaligned(x=x, values=values)
+    return unaligned(x=x, values=values)
 
 
 def _swiglu_fits(
@@ -93,9 +103,10 @@ def quantised_output(
     return kind(values, scale)
 
 
-def _check_rows(name: str, x: torch.Tensor, block: int) -> None:
+def _check_rows(name: str, x: torch.Tensor, block: int, floor: float) -> None:
     check_tensor(name, "x", x, (None, None), torch.bfloat16, torch.float32)
     check(x.shape[1] % block == 0, name, f"x: [num_tokens, K] with K a multiple of {block}", x)
+    check_numbers(name, above=True, floor=floor)
 
 
 def check_scales(name: str, scales: Mapping[str, torch.Tensor]) -> None:
@@ -137,7 +148,7 @@ def quantize_mxfp8(x: torch.Tensor, *, floor: float = 1e-4, out: MXFP8 | None = 
         an infinity becomes 448 under the largest scale.
     Reference: dsv41_reference.quant.quantize_mxfp8
     """
-    _check_rows("quantize_mxfp8", x, 32)
+    _check_rows("quantize_mxfp8", x, 32, floor)
     out = quantised_output("quantize_mxfp8", MXFP8, out, tuple(x.shape), x)
     _MXFP8(x, floor, *out.flat())
     return out
@@ -161,7 +172,7 @@ def quantize_mxfp4(x: torch.Tensor, *, floor: float = 6 * 2.0**-126, out: MXFP4 
         infinity becomes 6 under the largest scale.
     Reference: dsv41_reference.quant.quantize_mxfp4
     """
-    _check_rows("quantize_mxfp4", x, 32)
+    _check_rows("quantize_mxfp4", x, 32, floor)
     out = quantised_output("quantize_mxfp4", MXFP4, out, tuple(x.shape), x)
     _MXFP4(x, floor, *out.flat())
     return out
@@ -185,7 +196,7 @@ def quantize_nvfp4(x: torch.Tensor, *, floor: float = 6 * 2.0**-9, out: NVFP4 | 
         infinity becomes 6 under the scale 448.
     Reference: dsv41_reference.quant.quantize_nvfp4
     """
-    _check_rows("quantize_nvfp4", x, 16)
+    _check_rows("quantize_nvfp4", x, 16, floor)
     out = quantised_output("quantize_nvfp4", NVFP4, out, tuple(x.shape), x)
     _NVFP4(x, floor, *out.flat())
     return out
@@ -225,7 +236,8 @@ def swiglu_quantize(
     )
     if weight is not None:
         check_tensor(name, "weight", weight, (tokens,), torch.float32, like=gate_up)
-    check(isinstance(limit, int | float) and limit > 0, name, "limit: a number above 0", limit)
+    check_numbers(name, above=True, limit=limit)
+    check_flags(name, round_bf16=round_bf16)
     out = quantised_output(name, MXFP8, out, (tokens, inter), gate_up)
     _SWIGLU(gate_up, weight, limit, round_bf16, *out.flat())
     return out

@@ -4,7 +4,17 @@ from typing import Any
 
 import torch
 
-from ..._op import Kernel, Op, check, check_tensor, check_values, output
+from ..._op import (
+    Kernel,
+    Op,
+    check,
+    check_numbers,
+    check_sizes,
+    check_tensor,
+    check_values,
+    given_outputs,
+    output,
+)
 from ..quant.api import unaligned
 
 
@@ -82,14 +92,13 @@ def topk_route(
     check_tensor(name, "logits", logits, (None, None), torch.float32)
     tokens, experts = logits.shape
     check_tensor(name, "bias", bias, (experts,), torch.float32, like=logits)
-    check(1 <= top_k <= experts, name, f"top_k: 1 to {experts}", top_k)
+    check_sizes(name, 1, experts, top_k=top_k)
     check((image is None) == (image_bias is None), name, "image and image_bias together", (image, image_bias))
     if image is not None and image_bias is not None:
         check_tensor(name, "image", image, (tokens,), torch.bool, like=logits)
         check_tensor(name, "image_bias", image_bias, (experts,), torch.float32, like=logits)
-    above = isinstance(temperature, int | float) and temperature > 0
-    check(above, name, "temperature: a number above 0", temperature)
-    given = out or (None, None)
+    check_numbers(name, above=True, temperature=temperature, scale=scale)
+    given = given_outputs(name, out, 2)
     out = (
         output(name, given[0], (tokens, top_k), torch.int32, logits, "out ids"),
         output(name, given[1], (tokens, top_k), torch.float32, logits, "out weights"),
@@ -133,9 +142,9 @@ def physical_experts(
     entries = table.shape[1]
     power = entries > 0 and entries & (entries - 1) == 0
     check(power, name, "table: [num_experts, entries], entries a power of two", table)
-    check(0 <= source < 2**31, name, "source: 0 to 2^31 - 1", source)
-    if isinstance(step, int):
-        check(step >= 0, name, "step: 0 or more", step)
+    check_sizes(name, 0, 2**31 - 1, source=source)
+    if not isinstance(step, torch.Tensor):
+        check_sizes(name, step=step)
         step = torch.full((1,), step, dtype=torch.int64, device=expert_ids.device)
     check_tensor(name, "step", step, (1,), torch.int64, like=expert_ids)
     if check_values() and expert_ids.numel():

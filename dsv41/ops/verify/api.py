@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._op import Kernel, Op, check, check_apart, check_tensor, check_values
+from ..._op import Kernel, Op, check, check_apart, check_sizes, check_tensor, check_values
 
 
 def _small(confidence: torch.Tensor, *_: Any) -> str | None:
@@ -195,7 +195,7 @@ def split_budget_ragged(
         check_tensor(name, label, x, (size,), *dtypes, like=confidence)
         return x
 
-    budget = given("budget", budget, 0, 1, *_INTS)
+    check_tensor(name, "budget", budget, (1,), *_INTS, like=confidence)
     lo, hi = given("lo", lo, 0, rows, *_INTS), given("hi", hi, block, rows, *_INTS)
     if check_values() and bool((lo > hi).any()):
         row = int((lo > hi).nonzero()[0])
@@ -205,12 +205,12 @@ def split_budget_ragged(
     weights = given("weights", weights, 1, rows, torch.float32)
     num_requests = given("num_requests", num_requests, rows, 1, *_INTS)
     rotation = given("rotation", rotation, 0, 1, *_INTS)
+    check(out is None or isinstance(out, RaggedSplit), name, "out: RaggedSplit", out)
     if out is not None:
         max_tokens, max_logits = out.positions.numel(), out.logits_ids.numel()
     max_tokens = rows * (block + 1) if max_tokens is None else max_tokens
     max_logits = rows * (block + 1) if max_logits is None else max_logits
-    counts = all(isinstance(size, int) for size in (max_tokens, max_logits))
-    check(counts, name, "capacities: integers", (max_tokens, max_logits))
+    check_sizes(name, max_tokens=max_tokens, max_logits=max_logits)
     shapes: tuple[tuple[int, torch.dtype], ...] = (
         (rows, torch.int32),
         (rows + 1, torch.int32),
@@ -221,7 +221,6 @@ def split_budget_ragged(
         (5, torch.int64),
     )
     if out is None:
-        check(max_tokens >= 0 and max_logits >= 0, name, "capacities >= 0", (max_tokens, max_logits))
         out = RaggedSplit(*(confidence.new_empty((size,), dtype=dtype) for size, dtype in shapes))
     else:
         for label, x, (size, dtype) in zip(RaggedSplit._fields, out, shapes, strict=True):
@@ -249,6 +248,14 @@ def _check_sampling(
         check_tensor(name, "top_p", top_p, (rows,), torch.float32, like=like)
     if bitmask is not None:
         _check_bitmask(name, bitmask, like, mask_rows, vocab)
+    if check_values():
+        spans = {"uids": 1 << 48, "positions": 1 << 32, "columns": 1 << 8}
+        for label, span in spans.items():
+            x = required[label][0] if label in required else None
+            bad = [] if x is None else x[(x < 0) | (x >= span)][:1].tolist()
+            check(not bad, name, f"{label}: 0 to {span - 1}", bad)
+        bad = [] if top_p is None else top_p.isnan().nonzero()[:1, 0].tolist()
+        check(not bad, name, "top_p: no NaN", f"one in row {bad}")
 
 
 def _check_bitmask(name: str, bitmask: torch.Tensor, like: torch.Tensor, rows: int, vocab: int) -> None:
@@ -347,6 +354,7 @@ def verify_drafts(
         positions=(positions, longs),
     )
     check(mode in MODES, name, f"mode: one of {', '.join(MODES)}", mode)
+    check(out is None or isinstance(out, Verified), name, "out: Verified", out)
     if check_values():
         sizes = cu_logits.diff()
         fits = bool(
