@@ -171,7 +171,8 @@ class MXFP4Experts:
         w2_scale: [num_experts, hidden, inter/32] float8_e8m0fnu.
         layout: "plain" is the checkpoint's; "plain fp8" the same, for the reference of fp8 numerics; other
             names belong to the kernel that packed the weights.
-        unfolded: blocks that packing left to the exact path (see ``dsv41.ops.pack_experts``).
+        unfolded, routed: blocks whose scales packing could not fold, and experts that take the exact path
+            because of them (see ``dsv41.ops.pack_experts``).
     """
 
     w13: torch.Tensor
@@ -180,6 +181,7 @@ class MXFP4Experts:
     w2_scale: torch.Tensor
     layout: str = "plain"
     unfolded: int = 0
+    routed: int = 0
 
     def __post_init__(self) -> None:
         name = "MXFP4Experts"

@@ -7,8 +7,9 @@ import torch
 
 from dsv41._op import Target, split_scratch, use
 from dsv41._op import ops as registered
-from dsv41.formats import MXFP4Experts, quantize_mxfp4, quantize_mxfp8
+from dsv41.formats import E8M0, MXFP4Experts, quantize_mxfp4, quantize_mxfp8
 from dsv41.ops import mxfp4_moe, pack_experts
+from dsv41.ops._tilelang.pack import MOVED_BASE
 from dsv41.ops.moe.api import mxfp4_moe_scratch, read_layout, scratch_parts
 from dsv41.ops.moe.tilelang_cuda import Shape, _source, choose_shape
 from dsv41.parity import distance
@@ -30,18 +31,45 @@ def clone(e):
     return MXFP4Experts(e.w13.clone(), e.w13_scale.clone(), e.w2.clone(), e.w2_scale.clone())
 
 
-def emulate_moe(x, ids, weights, experts, limit, shape, shared=None):
-    """`mxfp4_moe` launch by launch in the emulator."""
+def emulate_moe(x, ids, weights, experts, limit, shape, shared=None, other=None):
+    """`mxfp4_moe` launch by launch in the emulator; ``other``: for experts that do not fold."""
     (tokens, top_k), hidden, inter, n = ids.shape, experts.hidden, experts.inter, experts.num_experts
-    source = _source(shape)
-    if EDIT:
-        source = source.replace(*EDIT)
     scratch = torch.full((mxfp4_moe_scratch(tokens, top_k, n, hidden, inter),), 255, dtype=torch.uint8)
     parts = split_scratch(scratch, scratch_parts(tokens, top_k, n, hidden, inter))
+    _, bases, mixed = read_layout(experts.layout)
+    assert mixed == (other is not None)
+    if mixed:
+        chosen = parts[6].view(torch.int32).view(-1)[: tokens * top_k].view(tokens, top_k)
+        for folded, one in ((1, shape), (0, other)):
+            args = [ids, experts.flat()[1], tokens * top_k, n, folded, chosen]
+            call = f"moe::choose<{2 * inter * hidden // 32}>"
+            emulate(planted(shape), call, args, grid=-(-tokens * top_k // 32), threads=32)
+            emulate_rows(x, chosen, weights, experts, limit, one, parts, (MOVED_BASE, MOVED_BASE), bases)
+    else:
+        emulate_rows(x, ids, weights, experts, limit, shape, parts, bases, bases)
+    out = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
+    emulate(
+        planted(shape),
+        f"moe::combine<{hidden}, {top_k}, {str(shared is not None).lower()}>",
+        [ids, parts[-1], shared if shared is not None else out, tokens, n, out],
+        grid=4,
+        threads=256,
+    )
+    return out
+
+
+def planted(shape):
+    """The sources of a shape, with the mistake of a test."""
+    return _source(shape).replace(*EDIT) if EDIT else _source(shape)
+
+
+def emulate_rows(x, ids, weights, experts, limit, shape, parts, stored, bases):
+    """`launch` of tilelang_cuda.py."""
+    (tokens, top_k), hidden, inter, n = ids.shape, experts.hidden, experts.inter, experts.num_experts
+    source = planted(shape)
     begins, order, counts, ready, ready_scale, inner, inner_scale, assigned = parts
     values, scale = (t.view(torch.uint8) for t in quantize_mxfp8(x).flat())
-    bases = read_layout(experts.layout)[1] if shape.folded else (127, 127)
-    (base, unit), (base2, unit2) = ((code, 2.0 ** (code - 127)) for code in bases)
+    (base, base2), (unit, unit2) = stored, (2.0 ** (code - 127) for code in bases)
     args = [ids, values, scale, tokens, top_k, n, unit, begins, order, counts, ready, ready_scale, SHARED]
     kind = f"gemm::{shape.tokens}"
     emulate(source, f"moe::prepare<{hidden}, {kind}>", args, grid=n + 2, threads=256, shared_bytes=64)
@@ -65,39 +93,30 @@ def emulate_moe(x, ids, weights, experts, limit, shape, shared=None):
              unit2, float(limit), inner, inner_scale, assigned, counts, SHARED],
             **launch,
         )  # fmt: skip
-    else:
-        operand = values if shape.tokens == "Native" else ready
-        emulate(
-            source,
-            f"moe::gate_up<{hidden}, {inter}, {shape.template}>",
-            [w13, w13_scale, operand, ready_scale, begins, order, weights, n, top_k, base, float(limit),
-             made, made_scale, SHARED],
-            **launch,
-        )  # fmt: skip
-        if shape.by_128:
-            rows = tokens * top_k
-            emulate(
-                source,
-                f"moe::fold_inner<{inter}, {kind}>",
-                [made, made_scale, rows, unit2, inner, inner_scale],
-                grid=-(-rows * (inter // 16) // 256),
-                threads=256,
-            )
-        emulate(
-            source,
-            f"moe::down<{hidden}, {inter}, {shape.template}>",
-            [w2, w2_scale, inner, inner_scale, begins, order, n, base2, assigned, SHARED],
-            **launch,
-        )
-    out = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
+        return
+    operand = values if shape.tokens == "Native" else ready
     emulate(
         source,
-        f"moe::combine<{hidden}, {top_k}, {str(shared is not None).lower()}>",
-        [ids, assigned, shared if shared is not None else out, tokens, n, out],
-        grid=4,
-        threads=256,
+        f"moe::gate_up<{hidden}, {inter}, {shape.template}>",
+        [w13, w13_scale, operand, ready_scale, begins, order, weights, n, top_k, base, unit, float(limit),
+         made, made_scale, SHARED],
+        **launch,
+    )  # fmt: skip
+    if shape.by_128:
+        rows = tokens * top_k
+        emulate(
+            source,
+            f"moe::fold_inner<{inter}, {kind}>",
+            [made, made_scale, rows, unit2, inner, inner_scale],
+            grid=-(-rows * (inter // 16) // 256),
+            threads=256,
+        )
+    emulate(
+        source,
+        f"moe::down<{hidden}, {inter}, {shape.template}>",
+        [w2, w2_scale, inner, inner_scale, begins, order, n, base2, unit2, assigned, SHARED],
+        **launch,
     )
-    return out
 
 
 SHAPES = {
@@ -230,7 +249,7 @@ def test_the_tiling_follows_rows_and_clamp():
     assert choose_shape(4096, 6, 384, "exact", 10.0) == "f16_few"
     assert choose_shape(4096, 6, 384, "fp8", 1e4) == "fp8_few"
     assert choose_shape(1024, 6, 48, "exact", 10.0) == "f16"
-    assert choose_shape(1024, 6, 48, "exact", 1e4) == choose_shape(1024, 6, 48, "plain", 10.0) == "bf16"
+    assert choose_shape(1024, 6, 48, "exact", 1e4) == choose_shape(1024, 6, 48, "unfolded", 10.0) == "bf16"
 
 
 def test_packing_keeps_every_value_and_scale():
@@ -249,23 +268,110 @@ def test_packing_keeps_every_value_and_scale():
         assert torch.equal(*pair)
 
 
-def far(experts, live):
-    """Scales over the whole window that folds, one of them outside: of a block of zeros, or of values."""
+def far(experts, live, which=(1,)):
+    """Scales over the whole window that folds; in some experts one outside, of zeros or of values."""
     torch.manual_seed(3)
-    code = experts.w13_scale.view(torch.uint8)
-    code.random_(105, 132)
-    code[1, 7, 3] = 140
-    packed = experts.w13[1, 7].view(-1, 16)
-    packed[3] = packed[3].clamp(min=1) if live else 0x80
+    experts.w13_scale.view(torch.uint8).random_(105, 132)
+    for e in which:
+        # The first expert by its down product.
+        code, values = (experts.w13_scale, experts.w13) if e else (experts.w2_scale, experts.w2)
+        code.view(torch.uint8)[e, 7, 3] = 140 if e else 90
+        packed = values[e, 7].view(-1, 16)
+        packed[3] = packed[3].clamp(min=1) if live else 0x80
     return experts
 
 
 def test_scales_that_do_not_fold_are_counted():
-    """One block too far from the others keeps the layer on the path that takes any scales."""
-    packed = pack_experts(far(make_experts(2, 256, 128), live=True), numerics="fp8")
-    assert (packed.layout, packed.unfolded) == ("hopper", 1)
-    packed = pack_experts(far(make_experts(2, 256, 128), live=False), numerics="fp8")
-    assert (packed.layout.split()[:3], packed.unfolded) == (["hopper", "fp8", "118"], 0)
+    """A block too far from the others takes its expert, not the layer, to the path of any scales."""
+    packed = pack_experts(far(make_experts(3, 256, 128), live=True), numerics="fp8")
+    assert (packed.layout.split()[:3], packed.unfolded, packed.routed) == (["hopper", "fp8", "118"], 1, 1)
+    assert packed.layout.split()[4:] == ["mixed"]
+    first = packed.w13_scale.view(torch.uint8)[:, 0, 0]
+    assert (first >= 224).tolist() == [True, False, True]
+    packed = pack_experts(far(make_experts(3, 256, 128), live=True, which=(0, 1, 2)))
+    assert (packed.unfolded, packed.routed) == (3, 3)
+    packed = pack_experts(far(make_experts(3, 256, 128), live=False), numerics="fp8")
+    assert (packed.layout.split()[:3], packed.unfolded, packed.routed) == (["hopper", "fp8", "118"], 0, 0)
+    assert "mixed" not in packed.layout
+
+
+def test_ranks_share_what_does_not_fold():
+    """The layout is that of all ranks, so that experts can move; `routed` counts the rank's own."""
+    elsewhere = torch.zeros(256, dtype=torch.int64)
+    elsewhere[20] = 5
+    packed = pack_experts(make_experts(2, 256, 128), add_up=lambda counts: counts.add_(elsewhere))
+    assert packed.layout.endswith(" mixed") and (packed.unfolded, packed.routed) == (10, 0)
+    assert (packed.w2_scale.view(torch.uint8) >= 224).all()
+
+
+MIXED = {  # shapes of the experts that fold, and of those that do not
+    "exact, few rows": ("exact, few rows", "native"),
+    "exact": ("exact", "bf16"),
+    "f16": ("f16", "bf16"),
+    "fp8": ("fp8", "bf16"),
+}
+
+
+@needs_gpp
+@pytest.mark.parametrize("which", [(1,), (0, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("name", MIXED)
+def test_experts_that_do_not_fold_take_another_path(name, which):
+    """One expert of three, two, all; a block of zeros in the others keeps no code that matters."""
+    folded, other = (SHAPES[shape] for shape in MIXED[name])
+    experts = far(make_experts(3, 256, 128), live=True, which=which)
+    zeros = next((e for e in (2, 1) if e not in which), None)
+    if zeros is not None:
+        experts = far_zeros(experts, zeros)
+    x, ids, weights = case("past the end")
+    want = mxfp4_moe(x, ids, weights, plain(experts, folded), limit=1.0)
+    packed = pack_experts(clone(experts))
+    assert packed.routed == len(which)
+    got = emulate_moe(x, ids, weights, packed, 1.0, folded, other=other)
+    assert distance(got, want) < DOT_BF16
+    few = emulate_moe(x[3:9], ids[3:9], weights[3:9], packed, 1.0, folded, other=other)
+    assert torch.equal(few, got[3:9])
+
+
+def far_zeros(experts, e):
+    """A block of zeros whose scale is far from the others."""
+    experts.w13_scale.view(torch.uint8)[e, 5, 2] = 223
+    experts.w13[e, 5].view(-1, 16)[2] = 0x80
+    return experts
+
+
+@needs_gpp
+def test_experts_of_a_mixed_layer_move_as_they_are():
+    """Which path an expert takes is in its own slot: after a move the ids alone tell where it is."""
+    experts = far(make_experts(3, 256, 128), live=True)
+    x, ids, weights = case("ragged")
+    packed = pack_experts(experts)
+    order = torch.tensor([1, 2, 0])  # slot i gets expert order[i]
+    moved = dataclasses.replace(
+        packed, **{n: getattr(packed, n).view(torch.uint8)[order] for n in ("w13", "w2")},
+        **{n: getattr(packed, n).view(torch.uint8)[order].view(E8M0) for n in ("w13_scale", "w2_scale")},
+    )  # fmt: skip
+    places = torch.where(ids < 0, ids, order.argsort()[ids.clamp(min=0).long()].int())
+    both = (SHAPES[shape] for shape in MIXED["exact, few rows"])
+    shape, other = both
+    want = emulate_moe(x, ids, weights, packed, 1.0, shape, other=other)
+    assert torch.equal(emulate_moe(x, places, weights, moved, 1.0, shape, other=other), want)
+
+
+@needs_gpp
+@pytest.mark.parametrize("old, new", [
+    (">= FIRST_MOVED) != (folded", ">= FIRST_MOVED) == (folded"),
+    ("int64_t>(id) * CODES", "int64_t>(0) * CODES"),
+    ("id = -1;\n  chosen", "id = 0;\n  chosen"),
+])  # fmt: skip
+def test_mistakes_of_the_choice_are_seen(old, new, monkeypatch):
+    experts = far(make_experts(3, 256, 128), live=True)
+    folded, other = (SHAPES[shape] for shape in MIXED["fp8"])
+    x, ids, weights = case("ragged")
+    want = mxfp4_moe(x, ids, weights, plain(experts, folded), limit=1.0)
+    assert old in _source(folded)
+    monkeypatch.setattr(f"{__name__}.EDIT", (old, new))
+    got = emulate_moe(x, ids, weights, pack_experts(clone(experts)), 1.0, folded, other=other)
+    assert not distance(got, want) < DOT_BF16
 
 
 @needs_gpp
@@ -282,10 +388,10 @@ def test_a_block_of_zeros_has_no_scale(shape):
 def test_pack_experts_refuses_before_it_writes():
     experts = make_experts(2, 256, 128)
     before = experts.w13.clone()
-    for code in (0, 252, 255):
+    for code in (0, 224, 255):
         bad = clone(experts)
         bad.w2_scale.view(torch.uint8)[1, 3, 2] = code
-        with pytest.raises(ValueError, match="pack_experts: expected w2_scale: codes 1 to 251"):
+        with pytest.raises(ValueError, match="pack_experts: expected w2_scale: codes 1 to 223"):
             pack_experts(bad)
         assert torch.equal(bad.w13, before)
     with pytest.raises(ValueError, match="hidden a multiple of 256"):
@@ -322,17 +428,18 @@ def test_scratch_is_a_function_of_sizes():
 @needs_gpu
 @pytest.mark.parametrize("tokens", [0, 1, 7, 64, 300, 900])
 @pytest.mark.parametrize("name", ["ragged", "one expert", "none"])
-@pytest.mark.parametrize("numerics", ["exact", "fp8", "unfolded"])
-def test_moe_on_a_gpu(tokens, name, numerics):
+@pytest.mark.parametrize("numerics", ["exact", "fp8"])
+@pytest.mark.parametrize("unfolded", [(), (1, 6), tuple(range(16))], ids=len)
+def test_moe_on_a_gpu(tokens, name, numerics, unfolded):
     experts = make_experts(16, 256, 128, "cuda")
-    if numerics == "unfolded":
-        experts = far(experts, live=True)
+    if unfolded:
+        experts = far(experts, live=True, which=unfolded)
     x, ids, weights = case(name, 16, tokens, device="cuda")
     with use("torch"):
         reference = dataclasses.replace(experts, layout="plain fp8" if numerics == "fp8" else "plain")
         want = mxfp4_moe(x, ids, weights, reference, limit=1.0)
-    packed = pack_experts(experts, numerics="fp8" if numerics == "fp8" else "exact")
-    assert packed.unfolded == (numerics == "unfolded")
+    packed = pack_experts(experts, numerics=numerics)
+    assert packed.unfolded == packed.routed == len(unfolded)
     got = mxfp4_moe(x, ids, weights, packed, limit=1.0)
     assert torch.equal(got, mxfp4_moe(x, ids, weights, packed, limit=1.0))
     assert distance(got, want) < DOT_BF16 if want.any() else not got.any()

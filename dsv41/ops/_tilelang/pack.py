@@ -7,25 +7,40 @@ values that wgmma's A operand gives them: rows ``16 * warp + lane / 4`` and ``+ 
 import torch
 
 ROWS, BLOCK_K = 64, 128
-MIN_CODE, MAX_CODE = 1, 251  # scales that a bf16 exponent holds, with every product finite
+MIN_CODE, MAX_CODE = 1, 223  # scales that a bf16 exponent holds, with every product finite
 # E2M1 times 2^-13 to 2^13 is exact in E5M2's normal numbers: scales this far from a base fold into values.
 FOLD = 13
+# What the base is moved to for experts that fold in a layer where others do not: their codes, above MAX_CODE,
+# tell them apart.
+MOVED_BASE = 224 + FOLD
 
 
 def used_codes(packed: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
-    """[256] int64: how many blocks of [experts, rows, K/2] values, other than zeros, have each scale code."""
-    counts = torch.zeros(256, dtype=torch.int64, device=code.device)
-    for values, codes in zip(packed, code, strict=True):  # one expert at a time
+    """[experts, 256] int64: how many blocks of [experts, rows, K/2] values, other than zeros, have each scale
+    code.
+    """
+    counts = torch.zeros(len(code), 256, dtype=torch.int64, device=code.device)
+    for e, (values, codes) in enumerate(zip(packed, code, strict=True)):  # one expert at a time
         live = (values & 0x77).view(*codes.shape, 16).amax(-1) > 0
-        counts += torch.bincount(codes[live].long(), minlength=256)
+        counts[e] = torch.bincount(codes[live].long(), minlength=256)
     return counts
 
 
-def fold_base(counts: torch.Tensor) -> tuple[int, int]:
-    """The base whose neighbourhood of ``FOLD`` codes holds most blocks, and how many lie outside."""
+def fold_base(counts: torch.Tensor) -> int:
+    """The base whose neighbourhood of ``FOLD`` codes holds most of [256] blocks."""
     inside = torch.nn.functional.pad(counts, (FOLD, FOLD)).unfold(0, 2 * FOLD + 1, 1).sum(-1).cpu()
     best = (inside == inside.max()).nonzero().flatten()
-    return int(best[len(best) // 2]), int(counts.sum()) - int(inside.max())
+    return int(best[len(best) // 2])
+
+
+def outside(counts: torch.Tensor, base: int) -> torch.Tensor:
+    """[...]: how many of [..., 256] blocks do not fold with a base."""
+    return counts.sum(-1) - counts[..., max(0, base - FOLD) : base + FOLD + 1].sum(-1)
+
+
+def moved_codes(code: torch.Tensor, base: int) -> torch.Tensor:
+    """Codes of an expert that folds, relative to `MOVED_BASE`; those of zeros become what is nearest."""
+    return ((code.int() - base).clamp(-FOLD, FOLD) + MOVED_BASE).to(torch.uint8)
 
 
 def mxfp4_values(packed: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,20 @@ __device__ __forceinline__ void group(const int* ids, int assignments, int exper
   }
 }
 
+// `chosen`: the ids of experts whose scales are folded, or of the others; -1 elsewhere. In a layer that has both, an
+// expert's first code tells (see pack.py). CODES: of an expert.
+template <int CODES>
+__device__ __forceinline__ void choose(const int* ids, const uint8_t* w13_scale, int assignments, int experts,
+                                       int folded, int* chosen) {
+  constexpr int FIRST_MOVED = 224;  // of codes of folded experts
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= assignments) return;
+  int id = __ldg(ids + i);
+  if (id < 0 || id >= experts || (__ldg(w13_scale + static_cast<int64_t>(id) * CODES) >= FIRST_MOVED) != (folded != 0))
+    id = -1;
+  chosen[i] = id;
+}
+
 template <class Tokens>
 constexpr bool HALF = Tokens::BYTES == 2 && Tokens::SCALES == 0 && Tokens::FOLDED;
 
@@ -364,23 +378,25 @@ struct Same {
   __device__ __forceinline__ int operator()(int position) const { return position; }
 };
 
-// `x_scale` and `out_scale`: of E4M3 values; bf16 ones have none. `base`: see gemm::run.
+// `x_scale` and `out_scale`: of E4M3 values; bf16 ones have none. `base`: see gemm::run; `unit`: what f16 rows' sums
+// are multiplied with.
 template <int HIDDEN, int INTER, int MAX_ROWS, int K_GROUPS, class Tokens>
 __device__ __forceinline__ void gate_up(const uint8_t* w, const uint8_t* w_scale, const void* x, const float* x_scale,
                                         const int* begins, const int* order, const float* weights, int experts,
-                                        int top_k, int base, float limit, void* out, void* out_scale, uint8_t* shared) {
+                                        int top_k, int base, float unit, float limit, void* out, void* out_scale,
+                                        uint8_t* shared) {
   gemm::run<HIDDEN, MAX_ROWS, K_GROUPS, gemm::Mxfp4, Tokens>(
       w, w_scale, x, x_scale, begins, experts, 2 * INTER, base, shared, TokenOf{order, top_k},
-      GateUp<INTER, Tokens>{order, weights, limit, out, out_scale, x_scale, top_k, power(base)});
+      GateUp<INTER, Tokens>{order, weights, limit, out, out_scale, x_scale, top_k, unit});
 }
 
 template <int HIDDEN, int INTER, int MAX_ROWS, int K_GROUPS, class Tokens>
 __device__ __forceinline__ void down(const uint8_t* w, const uint8_t* w_scale, const void* x, const float* x_scale,
-                                     const int* begins, const int* order, int experts, int base, void* out,
+                                     const int* begins, const int* order, int experts, int base, float unit, void* out,
                                      uint8_t* shared) {
   gemm::run<INTER, MAX_ROWS, K_GROUPS, gemm::Mxfp4, Tokens>(
       w, w_scale, x, x_scale, begins, experts, HIDDEN, base, shared, Same{},
-      Down<HIDDEN, Tokens>{order, static_cast<__nv_bfloat16*>(out), x_scale, power(base)});
+      Down<HIDDEN, Tokens>{order, static_cast<__nv_bfloat16*>(out), x_scale, unit});
 }
 
 // out = sum of a token's rows in top-k order, plus `extra`; a row of 8 values a thread.

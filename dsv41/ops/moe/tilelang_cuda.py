@@ -8,6 +8,7 @@ import torch
 
 from ..._op import compiled, split_scratch, tiling_tokens
 from .._tilelang import HERE, build, device_source
+from .._tilelang.pack import MOVED_BASE
 from .api import read_layout, scratch_parts
 
 SMS = 132  # blocks of the persistent products; any number is right
@@ -89,6 +90,34 @@ def _shared_bytes(k: int, shape: Shape) -> int:
     stage = -(-(rows * row + blocks * (4096 + 256)) // 1024) * 1024
     rest = (rows * 512 if shape.k_groups > 1 else 0) + 4096 + 16 * (blocks // shape.held) * rows + 256
     return min(12, (232448 - rest) // stage) * stage + rest + (640 if shape.one_launch else 0)
+
+
+@compiled
+def _choose(hidden, inter, arch):
+    source = _source(SHAPES["native"])
+    tokens, top_k, experts = (T.dynamic(n) for n in ("tokens", "top_k", "experts"))
+
+    @T.prim_func
+    def choose(
+        ids: T.Tensor((tokens, top_k), T.int32),
+        w13_scale: T.Tensor((experts, 2 * inter, hidden // 32), T.uint8),
+        chosen: T.Tensor((tokens, top_k), T.int32),
+        folded: T.int32,
+    ):
+        with T.Kernel(T.ceildiv(tokens * top_k, THREADS), threads=THREADS) as _:
+            T.import_source(source)
+            T.call_extern(
+                "handle",
+                f"moe::choose<{2 * inter * (hidden // 32)}>",
+                ids.access_ptr("r"),
+                w13_scale.access_ptr("r"),
+                tokens * top_k,
+                experts,
+                folded,
+                chosen.access_ptr("w"),
+            )
+
+    return build(choose, arch)
 
 
 @compiled
@@ -244,6 +273,7 @@ def _gate_up(hidden, inter, name, arch):
         out: T.Tensor((inner,), T.uint8),
         out_scale: T.Tensor((inner_scales,), T.uint8),
         base: T.int32,
+        unit: T.float32,
         limit: T.float32,
     ):
         with T.Kernel(SMS, threads=shape.threads) as _:
@@ -262,6 +292,7 @@ def _gate_up(hidden, inter, name, arch):
                 experts,
                 top_k,
                 base,
+                unit,
                 limit,
                 out.access_ptr("w"),
                 out_scale.access_ptr("w"),
@@ -288,6 +319,7 @@ def _down(hidden, inter, name, arch):
         order: T.Tensor((rows,), T.int32),
         out: T.Tensor((rows, hidden), T.bfloat16),
         base: T.int32,
+        unit: T.float32,
     ):
         with T.Kernel(SMS, threads=shape.threads) as _:
             T.import_source(source)
@@ -303,6 +335,7 @@ def _down(hidden, inter, name, arch):
                 order.access_ptr("r"),
                 experts,
                 base,
+                unit,
                 out.access_ptr("w"),
                 shared.access_ptr("rw"),
             )
@@ -342,7 +375,7 @@ def _combine(hidden, top_k, with_shared, arch):
 def choose_shape(tokens: int, top_k: int, experts: int, numerics: str, limit: float) -> str:
     """The tiling of a call, by its sizes only."""
     rows = tiling_tokens(tokens) * top_k
-    if numerics == "plain":  # weights that do not fold
+    if numerics == "unfolded":  # weights whose scales are applied to the sums
         return "native" if rows <= 16 * experts else "bf16"
     if rows <= 16 * experts:
         return "decode"
@@ -355,6 +388,7 @@ def choose_shape(tokens: int, top_k: int, experts: int, numerics: str, limit: fl
 
 def variants(cfg):
     """Every build that a model of this configuration needs."""
+    yield _choose, (cfg.hidden, cfg.inter, "sm_90a")
     for kind in dict.fromkeys(shape.tokens for shape in SHAPES.values()):
         yield _prepare, (cfg.hidden, kind, "sm_90a")
     for kind in ("Coarse", "Narrow"):
@@ -375,13 +409,25 @@ def mxfp4_moe(
     tokens, top_k = expert_ids.shape
     if tokens == 0:
         return
-    experts, inter, hidden = w13.shape[0], w13.shape[1] // 2, out.shape[1]
-    numerics, bases = read_layout(layout)
-    launch(
-        x, x_scale, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale, bases, limit, shared, out,
-        split_scratch(scratch, scratch_parts(tokens, top_k, experts, hidden, inter)),
-        choose_shape(tokens, top_k, experts, numerics, limit),
-    )  # fmt: skip
+    (experts, inter), hidden, arch = (w13.shape[0], w13.shape[1] // 2), out.shape[1], "sm_90a"
+    numerics, bases, mixed = read_layout(layout)
+    parts = split_scratch(scratch, scratch_parts(tokens, top_k, experts, hidden, inter))
+
+    def launch_for(ids, numerics, stored):
+        launch(
+            x, x_scale, ids, expert_weights, w13, w13_scale, w2, w2_scale, stored, bases, limit, parts,
+            choose_shape(tokens, top_k, experts, numerics, limit),
+        )  # fmt: skip
+
+    if mixed:  # experts that fold, then the others; the ids wait where `_prepare` does not write
+        chosen = parts[6].view(torch.int32).view(-1)[: tokens * top_k].view(tokens, top_k)
+        for folded, kind in ((1, numerics), (0, "unfolded")):
+            _choose(hidden, inter, arch)(expert_ids, w13_scale, chosen, folded)
+            launch_for(chosen, kind, (MOVED_BASE, MOVED_BASE))
+    else:
+        launch_for(expert_ids, numerics, bases)
+    extra = out if shared is None else shared
+    _combine(hidden, top_k, shared is not None, arch)(expert_ids, parts[-1], extra, out, experts)
 
 
 def launch(
@@ -393,21 +439,20 @@ def launch(
     w13_scale,
     w2,
     w2_scale,
+    stored,
     bases,
     limit,
-    shared,
-    out,
     parts,
     tile,
 ):
-    """The launches with a tiling of ``SHAPES``."""
-    (tokens, top_k), hidden, inter = expert_ids.shape, out.shape[1], w13.shape[1] // 2
+    """A row an assignment, with a tiling of ``SHAPES``. Scales of ``bases`` have the codes ``stored``."""
+    (tokens, _), hidden, inter = expert_ids.shape, w13.shape[2] * 2, w13.shape[1] // 2
     begins, order, counts, ready, ready_scale, inner, inner_scale, assigned = parts
     shape, arch, values = SHAPES[tile], "sm_90a", x.view(torch.uint8).view(-1)
     ready, inner = ready.view(torch.uint8).view(-1), inner.view(torch.uint8).view(-1)
     ready_scale, inner_scale, rows = ready_scale.view(-1), inner_scale.view(-1), order.shape[0]
-    # Weights count from the code `base` on: a scale of an activation takes the rest of their size.
-    (base, unit), (base2, unit2) = ((code, 2.0 ** (code - 127)) for code in bases)
+    # Weights count from the base on: a scale of an activation takes the rest of their size.
+    (base, base2), (unit, unit2) = stored, (2.0 ** (code - 127) for code in bases)
     _prepare(hidden, shape.tokens, arch)(
         expert_ids, values.view(tokens, hidden), x_scale, begins, order, counts, ready, ready_scale, unit
     )
@@ -416,16 +461,15 @@ def launch(
             w13, w13_scale, w2, w2_scale, ready, ready_scale, begins, order, expert_weights, inner,
             inner_scale, assigned, counts, base, base2, unit2, limit,
         )  # fmt: skip
-    else:
-        operand = values if shape.tokens == "Native" else ready
-        # E4M3 on its way to a folded product waits where the second product's results will be.
-        made = assigned.view(torch.uint8).view(-1) if shape.by_128 else inner
-        made_scale = made[rows * inter :] if shape.by_128 else inner_scale.view(torch.uint8)
-        _gate_up(hidden, inter, tile, arch)(
-            w13, w13_scale, operand, ready_scale, begins, order, expert_weights, made, made_scale, base, limit
-        )
-        if shape.by_128:
-            _fold_inner(inter, shape.tokens, arch)(made, made_scale, inner, inner_scale, rows, unit2)
-        _down(hidden, inter, tile, arch)(w2, w2_scale, inner, inner_scale, begins, order, assigned, base2)
-    extra = out if shared is None else shared
-    _combine(hidden, top_k, shared is not None, arch)(expert_ids, assigned, extra, out, w13.shape[0])
+        return
+    operand = values if shape.tokens == "Native" else ready
+    # E4M3 on its way to a folded product waits where the second product's results will be.
+    made = assigned.view(torch.uint8).view(-1) if shape.by_128 else inner
+    made_scale = made[rows * inter :] if shape.by_128 else inner_scale.view(torch.uint8)
+    _gate_up(hidden, inter, tile, arch)(
+        w13, w13_scale, operand, ready_scale, begins, order, expert_weights, made, made_scale, base, unit,
+        limit,
+    )  # fmt: skip
+    if shape.by_128:
+        _fold_inner(inter, shape.tokens, arch)(made, made_scale, inner, inner_scale, rows, unit2)
+    _down(hidden, inter, tile, arch)(w2, w2_scale, inner, inner_scale, begins, order, assigned, base2, unit2)
