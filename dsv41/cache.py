@@ -5,6 +5,7 @@ layout of its records. Entries are addressed by slot, ``page * page_size + offse
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from dsv41_reference import cache as _reference
@@ -110,11 +111,30 @@ def page_slots(
 
     Contract: no host sync; any device.
     """
-    requests, pages = page_table.shape
-    if not requests * pages:
-        return torch.full_like(entry_ids, -1, dtype=torch.int32)
-    # One row and one column of -1 more, at index -1 too: there look all that have no request or no page.
-    padded = torch.nn.functional.pad(page_table, (0, 1, 0, 1), value=-1)
-    page = entry_ids.div(page_size, rounding_mode="floor").clamp_(-1, pages)
-    number = padded[request_ids.clamp(-1, requests)[:, None], page]
-    return torch.add(entry_ids % page_size, number, alpha=page_size).clamp_(min=-1).to(torch.int32)
+    return PageRows.of(request_ids, page_table).slots(entry_ids, page_size)
+
+
+class PageRows(NamedTuple):
+    """What `page_slots` needs of the requests of a step's rows, for several calls.
+
+    table: the page table with one row and one column of -1 more; at index -1 too, there look all that have no
+        request or no page.
+    rows: [num_tokens, 1] int64, rows of it.
+    """
+
+    table: torch.Tensor
+    rows: torch.Tensor
+
+    @staticmethod
+    def of(request_ids: torch.Tensor, page_table: torch.Tensor) -> "PageRows":
+        """Of [num_tokens] int requests, -1 for none."""
+        table = torch.nn.functional.pad(page_table, (0, 1, 0, 1), value=-1)
+        return PageRows(table, request_ids.clamp(-1, page_table.shape[0])[:, None].long())
+
+    def slots(self, entry_ids: torch.Tensor, page_size: int) -> torch.Tensor:
+        """As `page_slots`."""
+        # Written as int64: an index of another type would be copied into one.
+        page = torch.empty(entry_ids.shape, dtype=torch.int64, device=entry_ids.device)
+        torch.div(entry_ids, page_size, rounding_mode="floor", out=page)
+        number = self.table[self.rows, page.clamp_(-1, self.table.shape[1] - 1)]
+        return torch.add(entry_ids % page_size, number, alpha=page_size).clamp_(min=-1).to(torch.int32)

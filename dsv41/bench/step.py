@@ -15,14 +15,13 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import prepare
-from .._op import no_compile
+from .._op import check, no_compile
 from ..config import V41FlashConfig
 from ..formats import E4M3, E8M0
 from ..layers import V41Flash, V41State
@@ -59,9 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class LocalMoE(MoE):
     """Chooses among all experts and keeps the pairs of those that are here."""
 
+    here: torch.Tensor  # number here of each expert, or -1
+
     def route(self, x: torch.Tensor, image: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         ids, weights = super().route(x, image)
-        return torch.where(ids < self.experts.w13.shape[0], ids, -1), weights
+        return self.here.index_select(0, ids.flatten()).view_as(ids), weights
 
 
 class FoldedStore(MemoryEngramStore):
@@ -79,6 +80,8 @@ def rank(cfg: V41FlashConfig, device: torch.device, engram_gb: float) -> V41Flas
     for module in model.modules():
         if isinstance(module, MoE):
             module.__class__ = LocalMoE
+            number = torch.arange(len(module.gate.bias), dtype=torch.int32)
+            module.here = torch.where(number < module.experts.w13.shape[0], number, -1).to(device)
     _share_experts(model)
     width, stores = cfg.engram.head_dim, {}
     for layer, rows in zip(cfg.engram.layers, cfg.engram.num_rows, strict=True):
@@ -162,8 +165,11 @@ def timed(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
 def run(args: argparse.Namespace) -> int:
     """Print one JSON line a measurement."""
     if args.saved:
-        rows = [json.loads(line) for line in Path(args.saved).read_text("utf-8").splitlines()]
-        print(markdown(rows))
+        rows = results.read("bench step", args.saved, lines=True)
+        try:
+            print(markdown(rows))
+        except (KeyError, TypeError) as error:
+            check(False, "bench step", f"measurements of bench step in {args.saved}", f"none of {error}")
         if args.plot:
             draw(args.plot, [row for row in rows if "spent_ms" in row])
         return 0

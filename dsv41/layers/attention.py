@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..cache import PagedKV, page_slots
+from ..cache import PagedKV
 from ..config import V41FlashConfig
 from ..formats import MXFP8
 from ..ops import (
@@ -60,6 +60,19 @@ class Compressor(nn.Module):
         if ratio == 2:
             self.wgate = Weight(cfg.head_dim, cfg.hidden)
         self.norm = Weight(cfg.head_dim)
+        self.joined: torch.Tensor | None = None  # wkv and wgate in one, by `join`
+
+    def join(self) -> None:
+        """Make one weight of the two that read the input."""
+        if self.ratio == 2:
+            self.joined = torch.cat([self.wkv.weight, self.wgate.weight])
+            self.wkv.weight.data, self.wgate.weight.data = self.joined.chunk(2)
+
+    def kv_gate(self, h: torch.Tensor) -> torch.Tensor:
+        """Latents and gates [num_tokens, 2 * head_dim] f32 before they are pooled."""
+        if self.joined is None:
+            return torch.cat([linear(h, w.weight, dtype=torch.float32) for w in (self.wkv, self.wgate)], 1)
+        return linear(h, self.joined, dtype=torch.float32)
 
     def forward(self, h: torch.Tensor, step: Step, carry: torch.Tensor | None) -> torch.Tensor:
         """h [num_tokens, hidden] bf16 to latents [num_tokens, head_dim] bf16, valid where an entry closes."""
@@ -67,9 +80,7 @@ class Compressor(nn.Module):
             pooled = linear(h, self.wkv.weight)
         else:
             assert carry is not None
-            f32 = torch.float32
-            kv_gate = torch.cat([linear(h, w.weight, dtype=f32) for w in (self.wkv, self.wgate)], 1)
-            pooled = compress_pairs(kv_gate, step.request_ids, step.positions, carry)
+            pooled = compress_pairs(self.kv_gate(h), step.request_ids, step.positions, carry)
         return rms_norm(pooled, self.norm.weight, eps=self.eps)
 
 
@@ -117,8 +128,10 @@ class Attention(nn.Module):
         self.indexer = Indexer(cfg, owns) if backbone and layer in cfg.index_sources else None
 
     def join(self) -> None:
-        """Make one weight of the two that read the input."""
+        """Make one weight of those that read the same input."""
         self.joined = joined(self.wq_a, self.wkv)
+        if self.compressor is not None:
+            self.compressor.join()
 
     def down(self, hq: MXFP8) -> tuple[torch.Tensor, torch.Tensor]:
         """The input's low-rank query [num_tokens, q_rank] and window row [num_tokens, head_dim], bf16."""
@@ -184,8 +197,7 @@ class Attention(nn.Module):
         )
         if publishes:
             shared.candidates = candidates
-        size = state.compressed[self.source].page_size
-        shared.selected = page_slots(ids, step.request_ids, state.page_table, size)
+        shared.selected = step.pages.slots(ids, state.compressed[self.source].page_size)
 
     def attend(
         self,

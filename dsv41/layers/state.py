@@ -7,7 +7,7 @@ import torch
 from dsv41_reference.rope import rope_table
 
 from .._op import check, check_tensor, check_values
-from ..cache import PagedKV, Record, page_slots
+from ..cache import PagedKV, PageRows, Record
 from ..config import V41FlashConfig
 
 
@@ -252,6 +252,7 @@ class Step:
     """Index tensors of one forward, derived once from positions and state; all on the device, no host sync.
 
     positions, request_ids: [num_tokens] int32; request -1 is a padding row.
+    pages: the rows' requests in the page table.
     cos, sin: {0: plain, 1 and 2: YaRN} [num_tokens, rope_dim/2] f32 at the token's position.
     entry_cos, entry_sin: the same at the first token of the entry that each row closes, by ratio.
     entry_slots: {ratio: [num_tokens] int32} where the closed entry goes, -1 when none closes.
@@ -265,6 +266,7 @@ class Step:
 
     positions: torch.Tensor
     request_ids: torch.Tensor
+    pages: PageRows
     cos: dict[int, torch.Tensor]
     sin: dict[int, torch.Tensor]
     entry_cos: dict[int, torch.Tensor]
@@ -289,6 +291,7 @@ class Step:
             self,
             positions=self.positions[rows],
             request_ids=self.request_ids[rows],
+            pages=self.pages._replace(rows=self.pages.rows[rows]),
             cos=pick(self.cos),
             sin=pick(self.sin),
             entry_cos=pick(self.entry_cos),
@@ -355,8 +358,9 @@ def plan_step(
         return torch.where(condition, slots, -1).to(torch.int32)
 
     key = positions[:, None] - torch.arange(window - 1, -1, -1, dtype=torch.int32, device=device)
-    lowest = floors[:, None] if floors is not None else 0
-    attended = (key >= lowest) & (key >= 0) & live[:, None]
+    attended = (key >= 0) & live[:, None]
+    if floors is not None:
+        attended &= key >= floors[:, None]
     ring_slot = where(live, request * ring + positions % ring)
     if max_len <= ring - window + 1 or requests == 0:
         window_ids = where(attended, request[:, None] * ring + key % ring)
@@ -381,12 +385,13 @@ def plan_step(
         )
         keep = (window_slots, where(row + ring >= cu_seqlens[owner + 1], ring_slot))
     ratios = sorted({cfg.compress_ratios[i] for i in cfg.kv_sources})
+    pages = PageRows.of(request, state.page_table)
     plain, yarn = rope_tables(cfg, positions, False), rope_tables(cfg, positions, True)
     tables: dict[str, dict[int, Any]] = {"entry_cos": {}, "entry_sin": {}, "entry_slots": {}, "visible": {}}
     for ratio in ratios:
         entry = positions.div(ratio, rounding_mode="floor")
         closes = (positions + 1) % ratio == 0
-        slots = page_slots(where(closes, entry)[:, None], request, state.page_table, state.block // ratio)
+        slots = pages.slots(where(closes, entry)[:, None], state.block // ratio)
         first = rope_tables(cfg, entry * ratio, True) if ratio > 1 else yarn
         tables["entry_cos"][ratio], tables["entry_sin"][ratio] = first
         tables["entry_slots"][ratio] = slots[:, 0]
@@ -394,6 +399,7 @@ def plan_step(
     return Step(
         positions=positions,
         request_ids=request,
+        pages=pages,
         cos={0: plain[0], 1: yarn[0], 2: yarn[0]},
         sin={0: plain[1], 1: yarn[1], 2: yarn[1]},
         window_ids=window_ids,

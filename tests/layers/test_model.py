@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dsv41 import V41FlashConfig
 from dsv41.cache import PagedKV
 from dsv41.layers import V41State
+from dsv41.layers.attention import Compressor
 from dsv41.layers.engram import EngramPrefetcher
 from dsv41.layers.moe import Experts
 from tests import models
@@ -363,6 +364,8 @@ def test_packing_changes_nothing() -> None:
         attn: Any = packed.layers[0].attn
         assert attn.joined.values.data_ptr() == attn.wq_a.weight.data_ptr()
         assert attn.joined.flat()[1].data_ptr() == attn.wq_a.scale.data_ptr()
+        gated = [m for m in packed.modules() if isinstance(m, Compressor) and m.ratio == 2]
+        assert gated and all(m.joined.data_ptr() == m.wkv.weight.data_ptr() for m in gated)
         for name, view in packed.checkpoint_tensors().items():
             assert torch.equal(view.view(torch.uint8), stored[name].view(torch.uint8)), name
     model = models.drafting_model("tiny")
