@@ -7,6 +7,7 @@ more than the file (`SPILLS = {"builder": bytes}`) or the table here documents.
 """
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -180,14 +181,17 @@ def test_a_product_in_registers_on_sm100_is_seen() -> None:
 # ---- Ascend 950 ----
 
 
-# Builders for cube cores: the product, and whether a vector core expands weights beside it.
+# Builders for cube cores: the products (of FP8 blocks with scales, or of bf16), whether a vector core expands
+# operands beside them, and another call that must be there where the result does not just go to memory.
+FP8, WIDE = r"ascend_blockscaled_gemm_l1<[^>]*, float8_e4m3_t,", r"[ ;]ascend_gemm_l1<[^>]*, bfloat16_t>"
 CUBE = {
-    "linear._mxfp8": ("ascend_blockscaled_gemm_l1<", False),
-    "linear._plain": ("ascend_gemm_l1<", False),
-    "linear._group": ("ascend_gemm_l1<", True),
-    "moe._product": ("ascend_gemm_l1<", True),
-    "attn._attend": ("asc_copy_l0c2ub(", True),
-    "draft._bias": ("asc_set_atomic_add_float(", False),
+    "linear._mxfp8": (FP8, False, ""),
+    "linear._plain": (WIDE, False, ""),
+    "linear._group": (WIDE, True, ""),
+    "moe._product": (FP8, True, ""),
+    "attn._attend": (WIDE, True, "asc_copy_l0c2ub("),
+    "index._scores": (FP8, True, "asc_copy_l0c2ub("),
+    "draft._bias": (WIDE, False, "asc_set_atomic_add_float("),
 }
 
 
@@ -198,8 +202,8 @@ def check_ascend(module: str, builder: Any, args: tuple[Any, ...], record: Any) 
     if name not in CUBE:
         assert "__vector__" in source and ("asc_vf_call<" in source or "asc_copy_ub2gm_align(" in source)
         return
-    product, expands = CUBE[name]
-    assert product in source and "gemm_l1<" in source
+    product, expands, more = CUBE[name]
+    assert {kind for kind in (FP8, WIDE) if re.search(kind, source)} == {product} and more in source
     assert expands == ("ASC_IS_AIV" in source) == ("asc_copy_ub2l1" in source)
 
 

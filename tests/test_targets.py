@@ -23,7 +23,8 @@ NOBODY = [Target("cuda", 80), Target("cuda", 120), Target("cuda"), Target("rocm"
         ("block_linear", "deepgemm_cuda", "tilelang_npu"),
         ("mxfp4_moe", "deepgemm_cuda", "tilelang_npu"),
         ("sparse_attn", "flashmla_cuda", "tilelang_npu"),
-        ("index_topk", "deepgemm_cuda", None),
+        ("index_topk", "deepgemm_cuda", "tilelang_npu"),
+        ("exchange_pack", "triton_cuda", None),
         ("verify_drafts", "triton_cuda", "torch_npu"),
     ],
 )

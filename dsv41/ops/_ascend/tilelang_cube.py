@@ -94,60 +94,137 @@ def power(code):
     return T.reinterpret(code << 23, T.float32)
 
 
-def expanded(features, k, matrices, fp4):
-    """out = x w[owner of the row tile]^T; the program (x, w, w_scale, owner, out).
+def narrow_tile(rows, depth):
+    """Unified buffer for ``to_l1``: bytes of [rows, depth], addressed through ``at``."""
+    return T.alloc_shared((depth // 32, rows + 1, 32), T.uint8)
 
-    A vector core turns a tile of weights into bf16, which is exact, and hands it to its cube core: TileLang's
-    path between them knows types of 16 and 32 bits. ``fp4``: E2M1 with a scale a row and 32 values, else E4M3
-    with a scale a 32 x 32 tile. A tile of rows whose owner is -1 is left alone.
+
+def at(row, column):
+    """Where a byte of a ``narrow_tile`` lies: 32 bytes of a row together, as in L1, and a row of padding."""
+    return column // 32, row, column % 32
+
+
+def to_l1(tile, b, rows, depth):
+    """Copy a ``narrow_tile`` to L1.
+
+    `T.copy` between the two orders values of 16 and 32 bits only ("Unsupported nd2nz dtype: float8_e4m3fn").
+    The order is one of 32 bytes, whatever the type: SIMT threads write it, and the bytes travel as words of
+    two.
+    """
+    return T.ascend_nd2nz_post_copy(b[0, 0], tile[0, 0, 0], rows, depth // 2, rows, "bfloat16_t")
+
+
+def scale_tile(rows, depth):
+    """Unified buffer for ``scales_to_l1``: UE8M0 bytes [rows, depth / 32], addressed through ``scale_at``."""
+    return T.alloc_shared((rows // 16, depth // 64, 16, 2), T.uint8)
+
+
+def scale_at(row, group):
+    """Where a byte of a ``scale_tile`` lies: as TileLang's layout of scales in L1 has it."""
+    return row // 16, group // 2, row % 16, group % 2
+
+
+def scales_to_l1(tile, scale, rows, depth):
+    """Copy a ``scale_tile`` to L1, in one piece."""
+    blocks = rows * (depth // 32) // 32
+    return T.ascend_nd2nz_post_copy(scale[0, 0], tile[0, 0, 0, 0], blocks, 16, blocks, "bfloat16_t")
+
+
+def e2m1_as_e4m3(code):
+    """The E4M3 byte of an E2M1 code, the low four bits of an int32; exact."""
+    m = code & 7
+    return T.cast((code & 8) << 4 | T.if_then_else(m < 2, m * 0x30, 0x30 + 4 * m), T.uint8)
+
+
+def mxfp4(features, k, matrices):
+    """out = (x 2^x_scale) (w[owner of the row tile] 2^w_scale)^T; the program (x, x_scale, w, w_scale, owner,
+    out).
+
+    ``x`` is E4M3, ``w`` E2M1. A vector core turns a tile of weights into E4M3, which is exact, and hands it
+    to its cube core; scales go there as they are. ``owner`` -1: no row of the tile is anybody's.
     """
     rows, many = T.dynamic("rows"), T.dynamic("many")
-    x_stride, out_stride = T.dynamic("x_stride"), T.dynamic("out_stride")
+    depth = 256 if k % 256 == 0 else 128
+    columns, words = features // COLUMNS, depth // 32
+
+    @T.prim_func
+    def product(
+        x: T.Tensor((rows, k), T.float8_e4m3fn),
+        x_scale: T.Tensor((rows, k // 32), T.uint8),
+        w: T.Tensor((matrices * features, k // 2), T.uint8),
+        w_scale: T.Tensor((matrices * features, k // 32), T.uint8),
+        owner: T.Tensor((many,), T.int32),
+        out: T.Tensor((rows, features), T.bfloat16),
+    ):
+        with T.MixedKernel(CORES, sids=1) as (core, _):
+            a = T.alloc_l1((ROWS, depth), T.float8_e4m3fn)
+            b = T.alloc_l1((COLUMNS, depth), T.float8_e4m3fn)
+            a_scale = T.alloc_l1((ROWS, words), T.uint8)
+            b_scale = T.alloc_l1((COLUMNS, words), T.uint8)
+            total = T.alloc_l0c((ROWS, COLUMNS), T.float32)
+            stored = T.alloc_shared((COLUMNS, depth // 2), T.uint8)
+            wide = narrow_tile(COLUMNS, depth)
+            for tile in T.serial(tiles(rows, columns, core)):
+                row = (tile * CORES + core) // columns
+                column = (tile * CORES + core) % columns
+                matrix = owner[row * ROWS]
+                if matrix >= 0:
+                    first = matrix * features + column * COLUMNS
+                    for step in T.Pipelined(k // depth, num_stages=2):
+                        T.copy(w[first, step * (depth // 2)], stored)
+                        with T.SimtVF(threads=THREADS):
+                            for i, j in T.Parallel(COLUMNS, depth // 2):
+                                byte = T.cast(stored[i, j], T.int32)
+                                wide[at(i, 2 * j)] = e2m1_as_e4m3(byte)
+                                wide[at(i, 2 * j + 1)] = e2m1_as_e4m3(byte >> 4)
+                        to_l1(wide, b, COLUMNS, depth)
+                        T.copy(x[row * ROWS, step * depth], a)
+                        T.copy(x_scale[row * ROWS, step * words], a_scale)
+                        T.copy(w_scale[first, step * words], b_scale)
+                        T.gemm_blockscaled(
+                            a, b, total, a_scale, b_scale, transpose_B=True, clear_accum=step == 0
+                        )
+                    T.copy(total, out[row * ROWS, column * COLUMNS])
+
+    return product
+
+
+def tiled(features, k):
+    """out = x w^T of bf16 and E4M3 weights with a scale a tile of 32 x 32; the program (x, w, w_scale, out).
+
+    A vector core turns a tile of weights into bf16, which is exact and what a product with bf16 rows needs.
+    """
+    rows, x_stride, out_stride = T.dynamic("rows"), T.dynamic("x_stride"), T.dynamic("out_stride")
     depth = 128
     columns, words = features // COLUMNS, depth // 32
-    per_byte = 2 if fp4 else 1
-    scale_rows = features if fp4 else features // 32
 
     @T.prim_func
     def product(
         x: T.StridedTensor((rows, k), (x_stride, 1), T.bfloat16),
-        w: T.Tensor((matrices * features, k // per_byte), T.uint8),
-        w_scale: T.Tensor((matrices * scale_rows, k // 32), T.uint8),
-        owner: T.Tensor((many,), T.int32),
+        w: T.Tensor((features, k), T.uint8),
+        w_scale: T.Tensor((features // 32, k // 32), T.uint8),
         out: T.StridedTensor((rows, features), (out_stride, 1), T.bfloat16),
     ):
         with T.MixedKernel(CORES, sids=1) as (core, _):
             a = T.alloc_l1((ROWS, depth), T.bfloat16)
             b = T.alloc_l1((COLUMNS, depth), T.bfloat16)
             total = T.alloc_l0c((ROWS, COLUMNS), T.float32)
-            stored = T.alloc_shared((COLUMNS, depth // per_byte), T.uint8)
+            stored = T.alloc_shared((COLUMNS, depth), T.uint8)
             wide = T.alloc_shared((COLUMNS, depth), T.bfloat16)
             for tile in T.serial(tiles(rows, columns, core)):
                 row = (tile * CORES + core) // columns
                 column = (tile * CORES + core) % columns
-                matrix = owner[row * ROWS]
-                if matrix >= 0:
-                    for step in T.Pipelined(k // depth, num_stages=2):
-                        first = matrix * features + column * COLUMNS
-                        T.copy(w[first, step * (depth // per_byte)], stored)
-                        with T.SimtVF(threads=THREADS):
-                            for i, j in T.Parallel(COLUMNS, depth // 2):
-                                at = column * COLUMNS + i
-                                line = matrix * scale_rows + (at if fp4 else at // 32)
-                                scale = power(T.cast(w_scale[line, step * words + j // 16], T.int32))
-                                if fp4:
-                                    byte = T.cast(stored[i, j], T.int32)
-                                    wide[i, 2 * j] = T.cast(e2m1_value(byte) * scale, T.bfloat16)
-                                    wide[i, 2 * j + 1] = T.cast(e2m1_value(byte >> 4) * scale, T.bfloat16)
-                                else:
-                                    low = e4m3_value(T.cast(stored[i, 2 * j], T.int32))
-                                    high = e4m3_value(T.cast(stored[i, 2 * j + 1], T.int32))
-                                    wide[i, 2 * j] = T.cast(low * scale, T.bfloat16)
-                                    wide[i, 2 * j + 1] = T.cast(high * scale, T.bfloat16)
-                        T.copy(wide, b)
-                        T.copy(x[row * ROWS, step * depth], a)
-                        T.gemm(a, b, total, transpose_B=True, clear_accum=step == 0)
-                    T.copy(total, out[row * ROWS, column * COLUMNS])
+                for step in T.Pipelined(k // depth, num_stages=2):
+                    T.copy(w[column * COLUMNS, step * depth], stored)
+                    with T.SimtVF(threads=THREADS):
+                        for i, j in T.Parallel(COLUMNS, depth):
+                            code = w_scale[(column * COLUMNS + i) // 32, step * words + j // 32]
+                            value = e4m3_value(T.cast(stored[i, j], T.int32)) * power(T.cast(code, T.int32))
+                            wide[i, j] = T.cast(value, T.bfloat16)
+                    T.copy(wide, b)
+                    T.copy(x[row * ROWS, step * depth], a)
+                    T.gemm(a, b, total, transpose_B=True, clear_accum=step == 0)
+                T.copy(total, out[row * ROWS, column * COLUMNS])
 
     return product
 

@@ -86,6 +86,22 @@ def _hopper(
     )
 
 
+def _ascend(
+    q: Any, q_scale: Any, weights: Any, requests: Any, visible: Any, keys: Any, layout: str, table: Any,
+    candidates: Any, block_size: int, ids: Any, blocks: Any, scratch: Any,
+) -> str | None:  # fmt: skip
+    if q.shape[2] % 32 or 128 % q.shape[1]:
+        return f"1 to 128 heads, a power of two, of a multiple of 64, got {q.shape[1]} of {2 * q.shape[2]}"
+    if layout not in ("mxfp4", "fp8"):
+        return f"mxfp4 or fp8 keys, got {layout}"
+    if ids.shape[1] > MOST_BLOCKS or blocks.shape[1] > MOST_BLOCKS:
+        return f"top_k and num_candidates up to {MOST_BLOCKS}, got {ids.shape[1]} and {blocks.shape[1]}"
+    if 128 % block_size and (candidates is not None or blocks.shape[1]):
+        return f"candidate blocks of a power of two up to 128, got {block_size}"
+    given = [x for x in (q, q_scale, weights, requests, visible, candidates) if x is not None]
+    return None if all(x.is_contiguous() for x in given) else "contiguous tensors beside keys and page table"
+
+
 def _deepgemm(
     q: Any, q_scale: Any, weights: Any, requests: Any, visible: Any, keys: Any, layout: str, page_table: Any,
     candidates: Any, block_size: int, ids: Any, blocks: Any, scratch: Any,
@@ -126,6 +142,7 @@ _INDEX_TOPK = Op(
     kernels=(
         Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper),
         Kernel("deepgemm_cuda", "cuda", needs=("deep_gemm",), archs=(100, 103), supports=_deepgemm),
+        Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_ascend),
     ),
 )
 
