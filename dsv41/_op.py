@@ -230,6 +230,8 @@ class Target:
 
 @functools.cache
 def _target(device: str, index: int | None) -> Target:
+    if device == "cuda" and torch.version.hip:
+        return Target("rocm")  # torch calls it cuda, with capabilities such as 9.0 that mean something else
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability(index)
         return Target("cuda", 10 * major + minor)

@@ -1,4 +1,8 @@
-"""``python -m dsv41 doctor``: what this machine has, the kernel every op would take, and what is missing."""
+"""``python -m dsv41 doctor``: what this machine has, the kernel every op would take, and what is missing.
+
+Exit status: 0 when every op has a kernel on every device that was looked at (the reference on a CPU), 1 when
+one has none. ``--one-rank`` leaves the ops between ranks out.
+"""
 
 import argparse
 import importlib.metadata
@@ -11,7 +15,7 @@ from typing import Any
 import torch
 
 from . import __version__
-from ._op import Target, _installed, check, ops
+from ._op import Target, _installed, _target, check, ops
 from .config import V41FlashConfig
 from .support import MISSING
 
@@ -36,13 +40,13 @@ _ACCELERATOR = {"cuda": ("tilelang", "triton", "nvcc"), "npu": ("tilelang", "tor
 
 
 def parse_target(text: str) -> Target:
-    """A target by name: ``cpu``, ``npu``, ``cuda:90`` (the architecture behind the colon).
+    """A target by name: ``cpu``, ``npu``, ``rocm``, ``cuda:90`` (the architecture behind the colon).
 
     Errors: ValueError for anything else.
     """
     device, _, arch = text.partition(":")
-    good = (device in ("cpu", "npu") and not arch) or (device == "cuda" and arch.isdecimal())
-    check(good, "doctor", "target: cpu, npu or cuda:<architecture> (cuda:90, cuda:100)", text)
+    good = (device in ("cpu", "npu", "rocm") and not arch) or (device == "cuda" and arch.isdecimal())
+    check(good, "doctor", "target: cpu, npu, rocm or cuda:<architecture> (cuda:90, cuda:100)", text)
     return Target(device, int(arch) if arch else None)
 
 
@@ -53,24 +57,32 @@ def present_targets() -> dict[str, Target]:
         for i in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(i)
             size = properties.total_memory / 2**30
-            target = Target("cuda", 10 * properties.major + properties.minor)
-            found[f"cuda:{i} {properties.name}, {size:.1f} GiB, sm{target.arch}"] = target
+            target = _target("cuda", i)
+            kind = "ROCm" if target.arch is None else f"sm{target.arch}"
+            found[f"cuda:{i} {properties.name}, {size:.1f} GiB, {kind}"] = target
     npu = getattr(torch, "npu", None)
     if npu is not None and npu.is_available():
         found |= {f"npu:{i} {npu.get_device_name(i)}": Target("npu") for i in range(npu.device_count())}
     return found or {"no accelerator; ops run their PyTorch reference": Target("cpu")}
 
 
-def diagnose(target: Target, cfg: V41FlashConfig | None = None) -> list[dict[str, Any]]:
+def diagnose(
+    target: Target, cfg: V41FlashConfig | None = None, one_rank: bool = False
+) -> list[dict[str, Any]]:
     """A row an op: the kernel that takes it on ``target``, None for none, and every refusal's reason.
 
     Args:
         target: where; any `Target`.
         cfg: look at the calls of this model's prefill and decode steps, whose shapes and layouts a kernel can
             refuse (about ten seconds for V4.1-Flash). None asks for the device and packages only.
+        one_rank: leave out the ops of the exchange between ranks.
     """
     rows = []
     asked = {name: [None] for name in sorted(ops())} if cfg is None else _calls(target, cfg)
+    if one_rank:
+        asked = {
+            name: calls for name, calls in asked.items() if not ops()[name].package.endswith(".exchange")
+        }
     for name, calls in asked.items():
         chosen: list[str | None] = []
         reasons: dict[str, dict[str, None]] = {}  # a kernel may be a candidate twice, for two architectures
@@ -123,7 +135,7 @@ def _version(package: str, distributions: tuple[str, ...]) -> str:
 def missing(target: Target) -> list[str]:
     """A line for every package that kernels of this device need and that is not installed."""
     lines = []
-    for package in _ACCELERATOR[target.device]:
+    for package in _ACCELERATOR.get(target.device, ()):
         if not target.has(package):
             _, install, use = PACKAGES[package]
             lines.append(f"{package} ({use}): {install}")
@@ -132,6 +144,10 @@ def missing(target: Target) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `doctor`."""
+    parser.epilog = (
+        "exit status: 0 when every op has a kernel on every device that was looked at (here or the --target), 1"
+        " when one has none (NONE in the table)"
+    )
     parser.add_argument("--target", help="cpu, npu, cuda:90, cuda:100: ask about a machine that is not here")
     parser.add_argument(
         "--installed", action="store_true", help="with --target: as if every package were installed"
@@ -139,11 +155,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", action="store_true", help="the calls of a V4.1-Flash step: shapes can be refused as well"
     )
+    parser.add_argument(
+        "--one-rank", action="store_true", help="leave out the ops of the exchange between ranks"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 1 when an op has no kernel on a device that is here, else 0."""
+    """Print the report; 1 when an op has no kernel on a device that is here or that was asked for, else 0."""
     made_up = args.target is not None
     try:
         targets = {f"asked for: {args.target}": parse_target(args.target)} if made_up else present_targets()
@@ -152,12 +171,12 @@ def run(args: argparse.Namespace) -> int:
     if args.installed:
         targets = {name: replace(t, packages=frozenset(PACKAGES)) for name, t in targets.items()}
     cfg = V41FlashConfig.flash() if args.model else None
-    reports = {name: diagnose(target, cfg) for name, target in targets.items()}
+    reports = {name: diagnose(target, cfg, args.one_rank) for name, target in targets.items()}
     bare = any(row["kernel"] is None for rows in reports.values() for row in rows)
     if args.json:
         needed = {name: missing(target) for name, target in targets.items()}
         print(json.dumps({"versions": versions(), "targets": reports, "missing": needed}))
-        return int(bare and not made_up)
+        return int(bare)
     print(f"platform      {platform.platform()}")
     for name, version in versions().items():
         print(f"{name:<14}{version}")
@@ -168,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
         print("".join(f"\nmissing: {line}" for line in needed), end="\n" if needed else "")
     if bare:
         print("\nAn op without a kernel raises Unsupported; dsv41.use('torch') asks for its reference.")
-    return int(bare and not made_up)
+    return int(bare)
 
 
 def _lines(rows: list[dict[str, Any]], target: Target) -> list[str]:
@@ -181,7 +200,9 @@ def _lines(rows: list[dict[str, Any]], target: Target) -> list[str]:
             if not reason.startswith("built for") or reason.startswith("built for sm")
         ]
         if row["kernel"] is None and not reasons:
-            reasons = [MISSING.get(row["op"], "no kernel") if target.device == "npu" else "no kernel"]
+            everything = [f"{kernel}: {reason}" for kernel, reason in row["refused"].items()]
+            known = MISSING.get(row["op"]) if target.device == "npu" else None
+            reasons = [known] if known else everything or ["no kernel"]
         chosen = "torch (reference)" if row["kernel"] == "torch" else row["kernel"] or "NONE"
         table.append((row["op"], chosen, "; ".join(reasons)))
     first, second = (max(len(cells[i]) for cells in table) + 2 for i in (0, 1))

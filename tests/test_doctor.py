@@ -8,7 +8,7 @@ import torch
 
 from dsv41 import V41FlashConfig, doctor, support
 from dsv41.__main__ import main
-from dsv41._op import Target, ops
+from dsv41._op import Target, _target, ops
 
 
 def test_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,9 +19,12 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
         assert code == 0 and "no accelerator" in text and "NONE" not in text
 
 
-@pytest.mark.parametrize("target", ["cuda:90", "cuda:100", "cuda:75", "npu", "cpu"])
+@pytest.mark.parametrize(
+    "target", ["cuda:90", "cuda:100", "cuda:75", "cuda:80", "cuda:120", "rocm", "npu", "cpu"]
+)
 def test_made_up_targets(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--target", target, "--json", "--installed"]) == 0
+    status = main(["doctor", "--target", target, "--json", "--installed"])
+    assert status == (target not in ("cpu", "cuda:90", "cuda:100"))  # on Ascend there is no exchange
     rows = json.loads(capsys.readouterr().out)["targets"][f"asked for: {target}"]
     assert [row["op"] for row in rows] == sorted(ops())
     chosen = {row["op"]: row["kernel"] for row in rows}
@@ -29,9 +32,11 @@ def test_made_up_targets(target: str, capsys: pytest.CaptureFixture[str]) -> Non
         assert set(chosen.values()) == {"torch"}
     if target == "cuda:90":
         assert chosen["mxfp4_moe"] == "tilelang_cuda" and None not in chosen.values()
-    if target == "cuda:75":
-        bare = [row for row in rows if row["kernel"] is None]
-        assert bare and all("built for" in reason for row in bare for reason in row["refused"].values())
+    if target in ("cuda:75", "cuda:80", "cuda:120", "rocm"):
+        assert set(chosen.values()) == {None}
+        for row in rows:
+            assert row["refused"].keys() == {kernel.name for kernel in ops()[row["op"]].kernels}
+            assert all(reason.startswith("built for") for reason in row["refused"].values())
     if target == "cuda:100":  # the libraries of SM100 count as installed as well
         assert chosen["index_topk"] == "deepgemm_cuda" and None not in chosen.values()
     if target == "npu":
@@ -44,7 +49,7 @@ def test_made_up_targets(target: str, capsys: pytest.CaptureFixture[str]) -> Non
 def test_columns_stand_apart_and_every_blank_has_its_reason(
     target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["doctor", "--target", target]) == 0
+    main(["doctor", "--target", target])
     lines = capsys.readouterr().out.split(f"asked for: {target}\n\n")[1].splitlines()[: len(ops())]
     assert [line.split()[0] for line in lines] == sorted(ops())
     starts = {re.match(r"\S+ +", line).end() for line in lines}  # pyright: ignore[reportOptionalMemberAccess]
@@ -83,7 +88,37 @@ def test_what_is_missing_and_how_to_get_it(
     assert "dsv41.use('torch')" in text
 
 
+def test_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 when an op has no kernel on the target that was asked for; ops between ranks can be left out."""
+    asked = ["doctor", "--target", "npu", "--installed"]
+    assert main(asked) == 1 and "no exchange for Ascend" in capsys.readouterr().out
+    assert main([*asked, "--one-rank"]) == 0 and "exchange" not in capsys.readouterr().out
+    monkeypatch.setattr(ops()["index_topk"], "kernels", ops()["index_topk"].kernels[:2])
+    assert main([*asked, "--one-rank", "--json"]) == 1
+    with pytest.raises(SystemExit):
+        main(["doctor", "--help"])
+    assert "exit status: 0 when every op has a kernel" in " ".join(capsys.readouterr().out.split())
+
+
+def test_nobody_built_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every candidate of every op is named with its reason."""
+    assert main(["doctor", "--target", "rocm"]) == 1
+    lines = capsys.readouterr().out.split("asked for: rocm\n\n")[1].splitlines()[: len(ops())]
+    for line in lines:
+        op = ops()[line.split()[0]]
+        assert "NONE" in line and all(f"{k.name}: built for {k.device}" in line for k in op.kernels), line
+
+
+def test_an_amd_gpu_is_no_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There torch says "cuda" and capability 9.0 of a GPU that CUDA kernels cannot run on."""
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    assert _target.__wrapped__("cuda", 0) == Target("rocm")
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert _target.__wrapped__("cuda", 0) == Target("cuda", 90)
+
+
 @pytest.mark.parametrize("target", ["cuda", "cuda:x", "tpu", "cpu:1", ""])
 def test_bad_target(target: str) -> None:
-    with pytest.raises(SystemExit, match="doctor: expected target: cpu, npu or cuda"):
+    with pytest.raises(SystemExit, match="doctor: expected target: cpu, npu, rocm or cuda"):
         main(["doctor", "--target", target])
