@@ -145,8 +145,8 @@ def missing(target: Target) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `doctor`."""
     parser.epilog = (
-        "exit status: 0 when every op has a kernel on every device that was looked at (here or the --target), 1"
-        " when one has none (NONE in the table)"
+        "exit status: 0 when every op has a kernel on every device that was looked at (here or the"
+        " --target), 1 when one has none (NONE in the table)"
     )
     parser.add_argument("--target", help="cpu, npu, cuda:90, cuda:100: ask about a machine that is not here")
     parser.add_argument(
