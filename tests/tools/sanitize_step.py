@@ -1,10 +1,9 @@
 """A narrow model's prefill and steps with drafts, every kernel once, for compute-sanitizer on a GPU:
 
-python -m tests.tools.sanitize_step         # compiles
-compute-sanitizer --tool memcheck --kernel-name-exclude kns=at6native python -m tests.tools.sanitize_step
-compute-sanitizer --tool racecheck --kernel-name-exclude kns=at6native python -m tests.tools.sanitize_step racecheck
-
-PyTorch's own kernels are left out: they would take the tools minutes.
+python -m tests.tools.sanitize_step  # compiles
+TOOL="compute-sanitizer --kernel-name-exclude kns=at6native --tool"  # without PyTorch's own: minutes
+$TOOL memcheck python -m tests.tools.sanitize_step
+$TOOL racecheck python -m tests.tools.sanitize_step racecheck
 """
 
 import sys
