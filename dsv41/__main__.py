@@ -16,7 +16,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command; returns its exit code. What is refused ends it with a sentence in SystemExit."""
     parser = argparse.ArgumentParser(prog="python -m dsv41", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(COMMANDS) + "}")
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -25,8 +25,24 @@ def main(arguments: list[str] | None = None) -> int:
         if arguments[:1] == [name]:  # only the chosen command is imported
             importlib.import_module(module).add_arguments(command)
     args = parser.parse_args(arguments)
-    return importlib.import_module(COMMANDS[args.command][0]).run(args)
+    try:
+        return importlib.import_module(COMMANDS[args.command][0]).run(args)
+    except (ValueError, OSError) as error:
+        if isinstance(error, ValueError) and ": expected " not in str(error):
+            raise  # nobody's refusal
+        raise SystemExit(str(error)) from error
+
+
+def program() -> int:
+    """`main` for a shell: a refusal is one line on stderr and exit code 2, as argparse's own."""
+    try:
+        return main()
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            raise
+        print(end.code, file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from dsv41_reference import cache as _reference
 
-from ._op import check
+from ._op import check, check_sizes
 
 LAYOUTS = ("mxfp8", "nvfp4", "mxfp4", "v4", "fp8", "bf16")
 
@@ -40,7 +40,9 @@ class Record:
     dim: int
 
     def __post_init__(self) -> None:
-        check(self.layout in LAYOUTS, "Record", f"layout: one of {LAYOUTS}", self.layout)
+        known = isinstance(self.layout, str) and self.layout in LAYOUTS
+        check(known, "Record", f"layout: one of {', '.join(LAYOUTS)}", self.layout)
+        check_sizes("Record", 1, 2**31 - 1, dim=self.dim)
         multiple = {"mxfp8": 32, "nvfp4": 16, "mxfp4": 32, "v4": 64, "fp8": 1, "bf16": 1}[self.layout]
         least = 128 if self.layout == "v4" else 1
         good = self.dim % multiple == 0 and self.dim >= least
@@ -68,8 +70,10 @@ class PagedKV:
     record: Record
 
     def __post_init__(self) -> None:
-        p, width = self.pages, self.record.bytes
+        p = self.pages
+        check(isinstance(self.record, Record), "PagedKV", "record: Record", self.record)
         check(isinstance(p, torch.Tensor), "PagedKV", "pages: a tensor", p)
+        width = self.record.bytes
         good = p.dim() == 3 and p.dtype == torch.uint8 and p.shape[2] == width
         check(good, "PagedKV", f"pages: [num_pages, page_size, {width}] uint8 ({self.record.layout})", p)
         strides = (p.stride(1) == width or p.shape[1] == 1) and p.stride(2) == 1

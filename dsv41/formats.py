@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from dsv41_reference import quant as _quant
 
-from ._op import check, check_tensor
+from ._op import check, check_numbers, check_sizes, check_tensor
 
 E8M0 = torch.float8_e8m0fnu
 E4M3 = torch.float8_e4m3fn
@@ -229,8 +229,9 @@ def quantize_mxfp8(x: torch.Tensor, *, tile_rows: int = 1, floor: float = _quant
     Returns:
         MXFP8 view over new tensors on the device of ``x``. A NaN stays in its element.
     """
+    check_sizes("quantize_mxfp8", 1, 32, tile_rows=tile_rows)
     check(tile_rows in (1, 32), "quantize_mxfp8", "tile_rows: 1 or 32", tile_rows)
-    _check_blocks("quantize_mxfp8", x, 32)
+    _check_blocks("quantize_mxfp8", x, 32, floor)
     if tile_rows == 1:
         values, code = _quant.to_mxfp8(x, floor=floor)
     else:
@@ -273,7 +274,7 @@ def quantize_mxfp4(x: torch.Tensor, *, floor: float = _quant.FLOOR_MXFP4) -> MXF
     Returns:
         MXFP4 view over new tensors on the device of ``x``. A NaN becomes 0: E2M1 has none.
     """
-    _check_blocks("quantize_mxfp4", x, 32)
+    _check_blocks("quantize_mxfp4", x, 32, floor)
     values, code = _quant.to_mxfp4(x, floor)
     return MXFP4(values, code.view(E8M0))
 
@@ -288,14 +289,15 @@ def quantize_nvfp4(x: torch.Tensor, *, floor: float = _quant.FLOOR_NVFP4) -> NVF
     Returns:
         NVFP4 view over new tensors on the device of ``x``. A NaN becomes 0: E2M1 has none.
     """
-    _check_blocks("quantize_nvfp4", x, 16)
+    _check_blocks("quantize_nvfp4", x, 16, floor)
     return NVFP4(*_quant.to_nvfp4(x, floor))
 
 
-def _check_blocks(name: str, x: torch.Tensor, block: int) -> None:
+def _check_blocks(name: str, x: torch.Tensor, block: int, floor: float) -> None:
     good = isinstance(x, torch.Tensor) and x.dim() >= 1
     good = good and x.is_floating_point() and x.shape[-1] % block == 0
     check(good, name, f"x: [..., K] float with K a multiple of {block}", x)
+    check_numbers(name, floor=floor)
 
 
 def f8_128x4_offset(row: int, group: int, num_groups: int) -> int:

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ._op import check
+from ._op import check, check_flags, check_sizes
 from .config import V41FlashConfig
 from .eplb import rebalance_experts
 from .formats import E4M3, E8M0
@@ -98,14 +98,13 @@ class MemoryPlan:
 
     def tokens(self, requests: int) -> int:
         """Tokens that ``requests`` sequences can hold together, in whole pages; 0 when nothing fits."""
-        check(requests >= 1, "MemoryPlan.tokens", "requests: 1 or more", requests)
+        check_sizes("MemoryPlan.tokens", 1, requests=requests)
         left = self.room - requests * self.request_bytes
         return max(0, left // self.block_bytes) * self.block if self.host_room >= 0 else 0
 
     def requests(self, context: int) -> int:
         """Sequences of ``context`` tokens each that fit, at most the plan's ``max_requests``."""
-        good = 1 <= context <= self.max_context
-        check(good, "MemoryPlan.requests", f"context: 1 to {self.max_context} tokens", context)
+        check_sizes("MemoryPlan.requests", 1, self.max_context, context=context)
         each = self.request_bytes + -(-context // self.block) * self.block_bytes
         return min(self.max_requests, max(0, self.room // each)) if self.host_room >= 0 else 0
 
@@ -183,13 +182,13 @@ def plan_memory(
     check(isinstance(cfg, V41FlashConfig), name, "cfg: V41FlashConfig", cfg)
     drafts = cfg.draft.block_size if drafts is None else drafts
     max_context = cfg.max_positions if max_context is None else max_context
-    for label, value, least in (
-        ("device_bytes", device_bytes, 1), ("ep", ep, 1), ("redundant", redundant, 0),
-        ("host_bytes", host_bytes, 0), ("step_tokens", step_tokens, 1), ("max_requests", max_requests, 1),
-        ("max_context", max_context, 1), ("drafts", drafts, 0), ("block", block, 2), ("reserve", reserve, 0),
-    ):  # fmt: skip
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        check(whole and value >= least, name, f"{label}: a whole number of {least} or more", value)
+    check_sizes(name, redundant=redundant, host_bytes=host_bytes, drafts=drafts, reserve=reserve)
+    check_sizes(name, 1, device_bytes=device_bytes, ep=ep, max_context=max_context)
+    check_sizes(name, 1, step_tokens=step_tokens, max_requests=max_requests)
+    check_sizes(name, 2, block=block)
+    if engram_ranks is not None:
+        check_sizes(name, 1, engram_ranks=engram_ranks)
+    check_flags(name, drafter=drafter, graphs=graphs)
     check(block % 2 == 0, name, "block: an even number of tokens", block)
     check(max_context <= cfg.max_positions, name, f"max_context: up to {cfg.max_positions}", max_context)
     known = engram is None or engram in ENGRAM_PLACES
@@ -491,34 +490,31 @@ def run(args: argparse.Namespace) -> int:
     given = args.device_gib is not None
     devices = {} if given else DEVICES
     devices = {name: size for name, size in devices.items() if name in (args.device or DEVICES)}
-    try:
-        cfg = V41FlashConfig.from_file(args.config) if args.config else V41FlashConfig.flash()
-        for label in ("device_gib", "host_gib", "reserve_gib"):
-            value = getattr(args, label)
-            least = "above 0" if label == "device_gib" else "of at least 0"
-            good = value is None or (0 <= value < float("inf") and (value > 0 or label != "device_gib"))
-            check(good, "plan", f"--{label.replace('_', '-')} {least}", value)
-        most = cfg.max_positions
-        contexts: list[int] = args.context or [c for c in CONTEXTS if c <= most] or [most]
-        check(all(1 <= c <= most for c in contexts), "plan", f"--context of 1 to {most} tokens", contexts)
-        if given:
-            devices["device"] = int(args.device_gib * GIB)
-        first = plan_memory(
-            cfg,
-            1,
-            ep=args.ep,
-            redundant=args.redundant,
-            host_bytes=int(args.host_gib * GIB),
-            engram=args.engram,
-            step_tokens=args.step,
-            max_requests=args.requests,
-            max_context=max(contexts),
-            drafter=not args.no_drafter,
-            graphs=not args.eager,
-            reserve=int(args.reserve_gib * GIB),
-        )
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
+    cfg = V41FlashConfig.from_file(args.config) if args.config else V41FlashConfig.flash()
+    for label in ("device_gib", "host_gib", "reserve_gib"):
+        value = getattr(args, label)
+        least = "above 0" if label == "device_gib" else "of at least 0"
+        good = value is None or (0 <= value < float("inf") and (value > 0 or label != "device_gib"))
+        check(good, "plan", f"--{label.replace('_', '-')} {least}", value)
+    most = cfg.max_positions
+    contexts: list[int] = args.context or [c for c in CONTEXTS if c <= most] or [most]
+    check(all(1 <= c <= most for c in contexts), "plan", f"--context of 1 to {most} tokens", contexts)
+    if given:
+        devices["device"] = int(args.device_gib * GIB)
+    first = plan_memory(
+        cfg,
+        1,
+        ep=args.ep,
+        redundant=args.redundant,
+        host_bytes=int(args.host_gib * GIB),
+        engram=args.engram,
+        step_tokens=args.step,
+        max_requests=args.requests,
+        max_context=max(contexts),
+        drafter=not args.no_drafter,
+        graphs=not args.eager,
+        reserve=int(args.reserve_gib * GIB),
+    )
     plans = {name: dataclasses.replace(first, device_bytes=size) for name, size in devices.items()}
     if args.json:
         for name, plan in plans.items():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._op import Op, Target, check, ops
+from ._op import Op, Target, check, check_flags, check_sizes, ops
 from .config import V41FlashConfig
 from .layers import V41Flash, V41State
 from .layers.block import Block
@@ -73,7 +73,15 @@ def prepare(
     """
     began = time.perf_counter()
     check(isinstance(cfg, V41FlashConfig), "prepare", "cfg: V41FlashConfig", cfg)
-    place = torch.empty(0, device=device)
+    check_sizes("prepare", 1, max_requests=max_requests, step_tokens=step_tokens)
+    if experts is not None:
+        check_sizes("prepare", 1, cfg.num_experts, experts=experts)
+    check_flags("prepare", drafter=drafter)
+    try:
+        place = torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch raises any of them
+        check(False, "prepare", "device: one that is here", f"{device} ({str(error).splitlines()[0]})")
+        raise
     target = Target.of(place)
     if target.device == "cpu":
         return Prepared(0, 0, time.perf_counter() - began)

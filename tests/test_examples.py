@@ -101,7 +101,7 @@ def test_a_pool_smaller_than_all_requests() -> None:
     assert {c.pages.shape[0] for c in state.compressed.values()} == {5}
     whole = V41State.allocate(cfg, 3, 64, block=8)
     assert whole.page_table.flatten().tolist() == list(range(24))
-    with pytest.raises(ValueError, match="pages: a whole number of 0 or more"):
+    with pytest.raises(ValueError, match="pages: an integer of 0 or more"):
         V41State.allocate(cfg, 3, 64, pages=-1)
 
 

@@ -150,9 +150,9 @@ def test_a_step_takes_what_the_plan_says() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"device_bytes": 0}, "device_bytes: a whole number of 1 or more, got 0"),
-        ({"device_bytes": 1.5e9}, "device_bytes: a whole number"),
-        ({"ep": 0}, "ep: a whole number of 1 or more"),
+        ({"device_bytes": 0}, "device_bytes: an integer of 1 or more, got 0"),
+        ({"device_bytes": 1.5e9}, "device_bytes: an integer"),
+        ({"ep": 0}, "ep: an integer of 1 or more"),
         ({"ep": 3}, "8 experts and copies that 3 ranks share evenly"),
         ({"redundant": 1}, "redundant: 0 to 0 copies for 1 ranks, no expert twice on one, got 1"),
         ({"redundant": 1, "ep": 2}, "9 experts and copies that 2 ranks share evenly"),
@@ -160,8 +160,8 @@ def test_a_step_takes_what_the_plan_says() -> None:
         ({"engram_ranks": 7}, "engram_ranks: one of [1, 2, 3, 4, 8], got 7"),
         ({"block": 3}, "block: an even number"),
         ({"max_context": 10**9}, "max_context: up to 4096"),
-        ({"step_tokens": 0}, "step_tokens: a whole number of 1 or more"),
-        ({"reserve": -1}, "reserve: a whole number of 0 or more"),
+        ({"step_tokens": 0}, "step_tokens: an integer of 1 or more"),
+        ({"reserve": -1}, "reserve: an integer of 0 or more"),
         ({"cfg": None}, "cfg: V41FlashConfig"),
     ],
 )
@@ -173,9 +173,9 @@ def test_bad_input(arguments: dict[str, Any], sentence: str) -> None:
 
 
 def test_questions_that_cannot_be_answered(flash: MemoryPlan) -> None:
-    with pytest.raises(ValueError, match="context: 1 to 1048576 tokens, got 0"):
+    with pytest.raises(ValueError, match="context: an integer of 1 to 1048576, got 0"):
         flash.requests(0)
-    with pytest.raises(ValueError, match="requests: 1 or more"):
+    with pytest.raises(ValueError, match="requests: an integer of 1 or more"):
         flash.tokens(0)
 
 

@@ -2,12 +2,23 @@
 
 import inspect
 import math
-from typing import Any
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Union, get_args, get_origin
 
 import pytest
 import torch
 
-from dsv41 import ops
+import dsv41
+from dsv41 import V41FlashConfig, ops
+from dsv41.cache import Record
+from dsv41.formats import quantize_mxfp4, quantize_mxfp8, quantize_nvfp4
+from dsv41.layers import V41State
+from dsv41.layers.expert_parallel import ExpertParallel, even_map
+from dsv41.memory import MemoryPlan
+from dsv41.ops.exchange import Exchange, LocalTransport
+from dsv41.ops.verify import RaggedSplit, Verified
+from dsv41.spec import DecodeGraphs
 from tests.ops.rows import same
 from tests.test_api import CASES, VIEWS, WITH_OUT, call, copied, rebuilt
 
@@ -18,12 +29,18 @@ WRONG: dict[type, list[Any]] = {
     bool: [1, 0.0, "yes", torch.ones((), dtype=torch.bool), None],
     str: ["other", 3, b"chain", None],
 }
-SIGNED = {("sparse_attn", "scale")}
-ALSO_TENSORS = {("physical_experts", "step")}
+SIGNED = {
+    ("sparse_attn", "scale"),
+    ("DecodeGraphs.admit", "temperature"),
+    ("DecodeGraphs.admit", "seed"),
+}
+ALSO_TENSORS = {("physical_experts", "step"), ("DecodeGraphs.admit", "anchor")}
 
 
 def kinds(annotation: Any) -> tuple[Any, ...]:
-    return getattr(annotation, "__args__", (annotation,))
+    """The kinds of a union, or the one that it is."""
+    union = isinstance(annotation, types.UnionType) or get_origin(annotation) is Union
+    return get_args(annotation) if union else (annotation,)
 
 
 def held(arguments: dict[str, Any]) -> list[torch.Tensor]:
@@ -38,9 +55,18 @@ def refusal(name: str, label: str, wrong: Any) -> str | None:
     """What is wrong with how an op refuses this value of this parameter, or None."""
     arguments = CASES[name](4)
     before = copied(arguments)
+    line = sentence(lambda **given: call(name, **given), arguments, name, label, wrong)
+    kept = all(same(a, b) for a, b in zip(held(arguments), held(before), strict=True))
+    return line or (None if kept else f"{label}: written before it was refused")
+
+
+def sentence(
+    function: Callable[..., Any], arguments: dict[str, Any], name: str, label: str, wrong: Any
+) -> str | None:
+    """What is wrong with how a function refuses this value of this parameter, or None."""
     shown = f"{label}={type(wrong).__name__} {wrong!r}"[:90]
     try:
-        call(name, **{**arguments, label: wrong})
+        function(**{**arguments, label: wrong})
     except ValueError as error:
         text = str(error)
         named = label in text or isinstance(wrong, torch.Tensor)  # another may be found not to fit to it
@@ -52,24 +78,26 @@ def refusal(name: str, label: str, wrong: Any) -> str | None:
         return f"{shown}: {type(error).__name__} {error}"
     else:
         return f"{shown}: taken"
-    kept = all(same(a, b) for a, b in zip(held(arguments), held(before), strict=True))
-    return None if kept else f"{shown}: written before it was refused"
+    return None
+
+
+def wrong_scalars(name: str, function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """A wrong value of each kind for every parameter that is a number, a flag or a word."""
+    for label, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        allowed = kinds(parameter.annotation)
+        kind = next((k for k in (bool, int, float, str) if k in allowed), None)
+        for wrong in WRONG.get(kind, []) if kind else []:
+            fine = wrong is None and type(None) in allowed
+            fine |= kind is float and wrong == -1.0 and (name, label) in SIGNED
+            fine |= kind is int and wrong == -2 and (name, label) in SIGNED
+            fine |= isinstance(wrong, torch.Tensor) and (name, label) in ALSO_TENSORS
+            if not fine:
+                yield label, wrong
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_scalars(name: str) -> None:
-    found = []
-    for label, parameter in inspect.signature(getattr(ops, name)).parameters.items():
-        allowed = kinds(parameter.annotation)
-        kind = next((k for k in (bool, int, float, str) if k in allowed), None)
-        if kind is None:
-            continue
-        for wrong in WRONG[kind]:
-            fine = wrong is None and type(None) in allowed
-            fine |= kind is float and wrong == -1.0 and (name, label) in SIGNED
-            fine |= isinstance(wrong, torch.Tensor) and (name, label) in ALSO_TENSORS
-            if not fine:
-                found.append(refusal(name, label, wrong))
+    found = [refusal(name, label, wrong) for label, wrong in wrong_scalars(name, getattr(ops, name))]
     assert not [line for line in found if line]
 
 
@@ -80,7 +108,8 @@ def test_tensors_and_views(name: str) -> None:
     for label, parameter in inspect.signature(getattr(ops, name)).parameters.items():
         allowed = kinds(parameter.annotation)
         views = [k for k in allowed if k in VIEWS]
-        if not any("Tensor" in str(k) or k in views or issubclass(k, tuple) for k in allowed):
+        results = any("tuple" in str(k) or k in (RaggedSplit, Verified) for k in allowed)
+        if not (views or results or torch.Tensor in allowed):
             continue
         wrongs: list[Any] = ["x", [torch.ones(4)], (None,) * 9, object(), {"a": 1}]
         wrongs += [] if (name, label) in ALSO_TENSORS else [3, 2.5]
@@ -131,3 +160,61 @@ def _examples() -> list[Any]:
 
 
 EXAMPLES = _examples()
+
+
+# What is around the ops.
+
+CFG = V41FlashConfig.tiny()
+PLAN = MemoryPlan(1 << 30, 0, {"all": 1}, "host", 0, 1, 1, 1, 1, 64, 1024, 1024, 8, 256)
+
+
+def decoding() -> DecodeGraphs:
+    """Two requests of which one is live."""
+    graphs = DecodeGraphs(lambda *_, **__: torch.zeros(0), V41State.allocate(CFG, 2, 64))
+    graphs.admit(1, 3, length=0, left=4)
+    return graphs
+
+
+X = torch.ones(32, 64)
+# Name in the sentence: (what makes the function, other arguments).
+AROUND: dict[str, tuple[Callable[[], Callable[..., Any]], dict[str, Any]]] = {
+    "DecodeGraphs": (lambda: DecodeGraphs, {"model": print, "state": V41State.allocate(CFG, 2, 64)}),
+    "DecodeGraphs.admit": (lambda: decoding().admit, {"request": 0, "anchor": 1, "length": 0, "left": 4}),
+    "DecodeGraphs.grow": (lambda: decoding().grow, {"request": 1, "room": 8}),
+    "DecodeGraphs.cancel": (lambda: decoding().cancel, {"request": 1}),
+    "DecodeGraphs.step": (lambda: decoding().step, {}),
+    "Exchange": (lambda: Exchange, {"transport": None, "slots_per_rank": 1}),
+    "ExpertParallel": (
+        lambda: ExpertParallel,
+        {"transport": LocalTransport.group(1)[0], "physical_to_logical": [[0, 1]], "num_experts": 2},
+    ),
+    "MemoryPlan.requests": (lambda: PLAN.requests, {"context": 4}),
+    "MemoryPlan.tokens": (lambda: PLAN.tokens, {"requests": 4}),
+    "Record": (lambda: Record, {"layout": "mxfp8", "dim": 64}),
+    "V41State.allocate": (lambda: V41State.allocate, {"cfg": CFG, "num_requests": 1, "max_tokens": 64}),
+    "V41State.first": (lambda: V41State.allocate(CFG, 2, 64).first, {"requests": 1}),
+    "V41State.reset": (lambda: V41State.allocate(CFG, 2, 64).reset, {"request": 1}),
+    "V41State.adopt": (
+        lambda: V41State.allocate(CFG, 2, 64).adopt,
+        {"request": 1, "tokens": torch.ones(2, dtype=torch.int32)},
+    ),
+    "even_map": (lambda: even_map, {"num_layers": 2, "num_experts": 4, "ranks": 2}),
+    "plan_memory": (lambda: dsv41.plan_memory, {"cfg": CFG, "device_bytes": 1 << 40}),
+    "prepare": (lambda: dsv41.prepare, {"cfg": CFG, "device": "cpu"}),
+    "quantize_mxfp4": (lambda: quantize_mxfp4, {"x": X}),
+    "quantize_mxfp8": (lambda: quantize_mxfp8, {"x": X}),
+    "quantize_nvfp4": (lambda: quantize_nvfp4, {"x": X}),
+}
+# Words that are open: names of devices.
+OPEN = {("prepare", "device"), ("V41State.allocate", "device"), ("ExpertParallel", "device")}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_scalars_around_the_ops(name: str) -> None:
+    make, arguments = AROUND[name]
+    found = [
+        sentence(make(), arguments, name, label, wrong)
+        for label, wrong in wrong_scalars(name, make())
+        if (name, label) not in OPEN
+    ]
+    assert not [line for line in found if line]

@@ -2,7 +2,11 @@
 
 import argparse
 import importlib
+import math
 import sys
+from pathlib import Path
+
+from .._op import check
 
 PARTS = {
     "cpu": "tokens a second of the incremental model on this CPU",
@@ -32,6 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             importlib.import_module(f"{__name__}.{name}").add_arguments(part)
 
 
+MAY_BE_0 = ("prefill", "replay", "keep", "seed", "acceptance", "host_gb", "engram_gb")
+
+
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen part; returns its exit code."""
+    """Run the chosen part; returns its exit code. Numbers and places of results are looked at first."""
+    name = f"bench {args.part_name}"
+    for label, value in vars(args).items():
+        option, least = f"--{label.replace('_', '-')}", 0 if label in MAY_BE_0 else 1
+        for x in value if isinstance(value, list) else [value]:
+            if isinstance(x, int | float) and not isinstance(x, bool):
+                check(least <= x < math.inf, name, f"{option} of {least} or more", x)
+        if label in ("json", "writers_json", "plot") and value is not None:
+            place = Path(str(value))
+            check(place.parent.is_dir() and not place.is_dir(), name, f"{option}: a file to write", value)
     return importlib.import_module(f"{__name__}.{args.part_name}").run(args)

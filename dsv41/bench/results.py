@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .._op import check
+
 
 def environment() -> dict[str, str]:
     """Device, versions and commit of this run."""
@@ -27,6 +29,22 @@ def append(path: str | Path, rows: list[dict[str, Any]]) -> None:
     with Path(path).open("a") as file:
         for row in rows:
             file.write(json.dumps({**row, **here}) + "\n")
+
+
+def read(name: str, path: str | Path, lines: bool = False) -> Any:
+    """What a JSON file holds, or the objects on its ``lines``; ``name`` is the command that refuses it."""
+    found: Any = None
+    try:
+        text = Path(path).read_text("utf-8")
+        found = (
+            [json.loads(line) for line in text.splitlines() if line.strip()] if lines else json.loads(text)
+        )
+        good = not lines or (found and all(isinstance(row, dict) for row in found))
+        got = "other values" if found else "nothing"
+    except (OSError, ValueError) as error:
+        good, got = False, str(error)
+    check(bool(good), name, f"JSON{' objects, one a line,' if lines else ''} in {path}", got)
+    return found
 
 
 def _cpu_name() -> str:

@@ -7,18 +7,20 @@ measure it on traffic (`DraftCounts.lengths` of `dsv41.spec.generate`) and give 
 
 import argparse
 import json
-from pathlib import Path
+import math
 from typing import Any
 
 import numpy as np
 
 from .._op import check
 from ..spec import StepCost
+from ..spec._values import numbers
 from . import results
 from .budget import BLOCK, step_cost
 
 NAME = "bench throughput"
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MOST = 1 << 16  # requests: the simulated table has an entry a token
 ASSUMED = (0.3, 0.5, 0.7, 0.9)
 
 
@@ -42,7 +44,8 @@ def tokens_a_step(lengths: np.ndarray) -> float:
     Args:
         lengths: [drafts + 1] how often exactly 0, 1, ... drafts of a request stayed.
     """
-    good = lengths.ndim == 1 and lengths.size > 1 and bool((lengths >= 0).all()) and bool(lengths.sum() > 0)
+    good = lengths.ndim == 1 and lengths.size > 1 and bool((lengths >= 0).all())
+    good = good and 0 < float(lengths.sum()) < math.inf
     check(good, NAME, "counts of 0, 1, 2, ... accepted drafts, some above 0", lengths.tolist())
     return 1 + float((lengths * np.arange(lengths.size)).sum() / lengths.sum())
 
@@ -51,12 +54,15 @@ def read_cost(path: str, context: int, drafts: bool) -> StepCost:
     """A `StepCost` file, or the decode steps of one context in the JSON lines of ``bench step``, with all
     their drafts or without any: those with drafts hold the drafter's time.
     """
-    text = Path(path).read_text("utf-8")
-    rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    rows = results.read(NAME, path, lines=True)
     if rows and "format" in rows[0]:
-        return StepCost.from_json(text)
+        return StepCost.from_json(json.dumps(rows[0]))
     wanted = ("decode", context, "all" if drafts else "none")
-    chosen = [r for r in rows if (r.get("op"), r.get("context"), r.get("drafts")) == wanted]
+    chosen = [
+        r
+        for r in rows
+        if (r.get("op"), r.get("context"), r.get("drafts")) == wanted and {"tokens", "ms"} <= r.keys()
+    ]
     steps = {r["tokens"]: r["ms"] / 1e3 for r in chosen}
     check(bool(steps), NAME, f"decode steps at a context of {context} in {path}", "none")
     return StepCost(sorted(steps), [steps[size] for size in sorted(steps)])
@@ -77,10 +83,7 @@ def curve(cost: StepCost, requests: list[int], drafts: int, tau: float) -> list[
 
 def run(args: argparse.Namespace) -> int:
     """Print a table, tokens a second by requests; plot it where asked."""
-    try:
-        rows = measure(args)
-    except (ValueError, OSError) as error:
-        raise SystemExit(str(error)) from error
+    rows = measure(args)
     print(f"{'acceptance':<26}{'tau':>6}" + "".join(f"{n:>9}" for n in args.requests))
     for row in rows:
         cells = "".join(f"{'-' if r is None else f'{r:,.0f}':>9}" for r in row["tokens_per_s"])
@@ -94,12 +97,13 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a curve: no drafts, measured, assumed."""
-    good = all(0 <= a <= 1 for a in args.acceptance) and all(n > 0 for n in args.requests)
-    check(good, NAME, "acceptance 0 to 1, requests above 0", (args.acceptance, args.requests))
+    good = all(0 <= a <= 1 for a in args.acceptance) and all(0 < n <= MOST for n in args.requests)
+    wanted = f"acceptance 0 to 1, requests above 0 and up to {MOST}"
+    check(good, NAME, wanted, (args.acceptance, args.requests))
     taus = [("no drafts", 0, 1.0)]
     drafts = BLOCK
     if args.counts:
-        lengths = np.array(json.loads(Path(args.counts).read_text("utf-8")))
+        lengths = numbers(NAME, "--counts", results.read(NAME, args.counts))
         tau, drafts = tokens_a_step(lengths), lengths.size - 1
         taus.append((f"measured {(tau - 1) / drafts:.2f}", drafts, tau))
     taus += [(f"assumed {a:.2f}", drafts, 1 + drafts * a) for a in args.acceptance]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._op import check
+from .._op import check, check_sizes
 from ..formats import MXFP8
 from ..ops import physical_experts
 from ..ops.exchange import Exchange, Flight, Transport, agree, facts
@@ -55,14 +55,21 @@ class ExpertParallel:
         settings: dict[str, str] | None = None,
     ):
         name, self.rank, self.size = "ExpertParallel", transport.rank, transport.size
-        p2l = torch.as_tensor(physical_to_logical).to("cpu", torch.int64, copy=True)
-        check(p2l.dim() == 2, name, "physical_to_logical: [num_layers, slots]", p2l)
+        check_sizes(name, 1, num_experts=num_experts)
+        if capacity is not None:
+            check_sizes(name, 1, capacity=capacity)
+        given = as_tensor(name, "physical_to_logical", physical_to_logical)
+        good = given.dim() == 2 and given.numel() and not given.is_floating_point()
+        check(good, name, "physical_to_logical: [num_layers, slots] of integers", given)
+        p2l = given.to("cpu", torch.int64, copy=True)
         wanted = f"slots that {self.size} ranks share evenly"
         check(p2l.shape[1] % self.size == 0, name, wanted, f"{p2l.shape[1]} on rank {self.rank}")
         self.num_experts, self.slots_per_rank = num_experts, p2l.shape[1] // self.size
         self.physical_to_logical = p2l
         self._check_map(name)
-        made = even_table(p2l, num_experts) if table is None else torch.as_tensor(table)
+        made = even_table(p2l, num_experts) if table is None else as_tensor(name, "table", table)
+        rows = made.dim() == 3 and made.shape[:2] == (len(p2l), num_experts)
+        check(rows, name, f"table: [{len(p2l)}, {num_experts}, entries] int16", made)
         self.table = made.to(device, torch.int16, copy=True)
         self.transport = transport
         self.exchange = Exchange(transport, self.slots_per_rank, capacity)
@@ -174,6 +181,15 @@ class EPLayer:
         return g.exchange.dispatch(x, slots, weights, exact=g.exact or self.layer in g.exact_layers)
 
 
+def as_tensor(name: str, label: str, value: Any) -> torch.Tensor:
+    """A tensor of an array, of nested lists or of a tensor."""
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        check(False, name, f"{label}: an array of integers", value)
+        raise
+
+
 def even_map(num_layers: int, num_experts: int, ranks: int, spare: int = 0) -> torch.Tensor:
     """Experts in order, then ``spare`` more slots a rank that repeat experts of the rank before.
 
@@ -186,6 +202,8 @@ def even_map(num_layers: int, num_experts: int, ranks: int, spare: int = 0) -> t
     Returns:
         [num_layers, num_experts + ranks * spare] int64.
     """
+    check_sizes("even_map", num_layers=num_layers, spare=spare)
+    check_sizes("even_map", 1, num_experts=num_experts, ranks=ranks)
     check(num_experts % ranks == 0, "even_map", f"experts that {ranks} ranks share evenly", num_experts)
     each = num_experts // ranks
     check(spare <= each * (ranks > 1), "even_map", f"at most {each} spare slots and two ranks", spare)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from dsv41_reference.rope import rope_table
 
-from .._op import check, check_tensor, check_values
+from .._op import check, check_flags, check_sizes, check_tensor, check_values
 from ..cache import PagedKV, PageRows, Record
 from ..config import V41FlashConfig
 
@@ -133,15 +133,16 @@ class V41State:
             device: where.
         """
         name = "V41State.allocate"
-        whole = all(isinstance(n, int) for n in (num_requests, max_tokens, block))
-        check(whole, name, "whole numbers", (num_requests, max_tokens, block))
-        check(num_requests >= 0 and max_tokens >= 0, name, "sizes of 0 or more", (num_requests, max_tokens))
-        check(max_tokens <= cfg.max_positions, name, f"max_tokens: up to {cfg.max_positions}", max_tokens)
-        check(block >= 2 and block % 2 == 0, name, "block: an even number of tokens", block)
-        good = pages is None or (isinstance(pages, int) and pages >= 0)
-        check(good, name, "pages: a whole number of 0 or more, or None", pages)
+        check(isinstance(cfg, V41FlashConfig), name, "cfg: V41FlashConfig", cfg)
+        check_sizes(name, num_requests=num_requests)
+        check_sizes(name, 0, cfg.max_positions, max_tokens=max_tokens)
+        check_sizes(name, 2, block=block)
+        check(block % 2 == 0, name, "block: an even number of tokens", block)
+        if pages is not None:
+            check_sizes(name, pages=pages)
         drafts = cfg.draft.block_size if drafts is None else drafts
-        check(drafts >= 0, name, "drafts: 0 or more", drafts)
+        check_sizes(name, drafts=drafts)
+        check_flags(name, drafter=drafter)
         ring, small = ring_slots(cfg, drafts)
         pages_each = -(-max_tokens // block)
         held = num_requests * pages_each if pages is None else pages
@@ -204,8 +205,7 @@ class V41State:
 
     def first(self, requests: int) -> "V41State":
         """The first ``requests`` sequences, as views: a step over them changes this state."""
-        good = 0 <= requests <= self.num_requests
-        check(good, "V41State.first", f"requests: 0 to {self.num_requests}", requests)
+        check_sizes("V41State.first", 0, self.num_requests, requests=requests)
         return replace(
             self,
             lens=self.lens[:requests],
@@ -223,7 +223,7 @@ class V41State:
         self.written[request] = 0
 
     def _check_request(self, name: str, request: int) -> None:
-        check(0 <= request < self.num_requests, name, f"request: 0 to {self.num_requests - 1}", request)
+        check_sizes(name, 0, self.num_requests - 1, request=request)
 
     def adopt(self, request: int, tokens: torch.Tensor) -> None:
         """Continue behind a cached prefix: the next step of the request starts at position ``len(tokens)``.
@@ -234,9 +234,10 @@ class V41State:
 
         No ring holds a window row then: pass ``forward`` a replay plan whose ``swa_start`` is the length.
         """
-        name, length = "V41State.adopt", tokens.shape[0]
+        name = "V41State.adopt"
         self._check_request(name, request)
         check_tensor(name, "tokens", tokens, (None,), torch.int32, torch.int64, like=self.lens)
+        length = tokens.shape[0]
         check(length <= self.capacity, name, f"a prefix of at most {self.capacity} tokens", length)
         even = length % 2 == 0
         check(even, name, "an even prefix: a compressed pair must not straddle its end", length)

@@ -4,6 +4,7 @@ A step drafts, splits the budget, runs the target, verifies, takes back what fel
 context, all on the device: nothing waits for the host, which reads what was emitted while the next steps run.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._op import check, no_compile
+from .._op import check, check_numbers, check_sizes, no_compile
 from ..ops.draft import DraftBlock
 from ..ops.verify import split_budget_ragged, verify_drafts
 from ..ops.verify.api import MODES
@@ -89,19 +90,25 @@ class DecodeGraphs:
         confidence: Callable[[torch.Tensor], torch.Tensor] = torch.sigmoid,
         depth: int = 2,
     ):
-        name, count = "DecodeGraphs", state.num_requests
+        name = "DecodeGraphs"
+        count: int = getattr(state, "num_requests", -1)
+        check(count >= 0, name, "state: V41State", state)
+        check(callable(model), name, "model: V41Flash, or what is called like it", model)
+        check(callable(confidence), name, "confidence: a function", confidence)
         check(mode in MODES, name, f"mode: one of {', '.join(MODES)}", mode)
-        check(
-            count > 0 and depth > 0, name, "a state with requests and a depth of at least 1", (count, depth)
-        )
+        check_sizes(name, 1, depth=depth)
+        check(count > 0, name, "a state with requests", count)
         self.model, self.state, self.drafter, self.mode = model, state, drafter, mode
         self.confidence, self.count = confidence, count
         self.block = 1 if drafter is None else drafter.block_size
         back = drafter is None or self.block <= state.max_rollback
         check(back, name, f"a state that takes back {self.block} tokens", state.max_rollback)
+        known = sizes is None or isinstance(sizes, Iterable)
+        check(known, name, "sizes: a list of (requests, tokens)", sizes)
         given = default_sizes(count, 0 if drafter is None else self.block) if sizes is None else list(sizes)
         for size in given:
-            good = len(size) == 2 and 1 <= size[0] <= count and size[0] <= size[1]
+            pair = isinstance(size, tuple | list) and len(size) == 2 and all(type(n) is int for n in size)
+            good = pair and 1 <= size[0] <= count and size[0] <= size[1]
             check(good, name, f"sizes: (requests up to {count}, tokens of at least as many)", size)
         self.sizes: list[Size] = sorted(set(given))
         device = state.lens.device
@@ -115,6 +122,7 @@ class DecodeGraphs:
         self.seeds, self.uids = full(0, torch.int64), torch.arange(count, device=device)
         self.budget, self.rotation = full(0, torch.int32, 1), full(0, torch.int32, 1)
         self.results = full(-1, torch.int64, count, self.block + 1 + _EXTRA)
+        check(isinstance(stop_ids, Iterable), name, "stop_ids: token ids", stop_ids)
         stops = [integer(name, "stop_ids: token ids", i) for i in stop_ids]
         self.stops = torch.tensor(stops, dtype=torch.int64, device=device)
         self.steps = 0
@@ -161,15 +169,25 @@ class DecodeGraphs:
         Errors: ValueError for a live request, or one that has no room for its next token.
         """
         name = "DecodeGraphs.admit"
-        check(0 <= request < self.count, name, f"request: 0 to {self.count - 1}", request)
+        check_sizes(name, 0, self.count - 1, request=request)
+        if not isinstance(anchor, torch.Tensor):
+            check_sizes(name, anchor=anchor)
+        check(not isinstance(anchor, torch.Tensor) or anchor.numel() == 1, name, "anchor: one token", anchor)
+        check_sizes(name, 0, self.state.capacity, length=length)
+        check_sizes(name, 1, 2**31 - 1, left=left)
+        check_numbers(name, -math.inf, temperature=temperature)
+        check_sizes(name, -(2**63), seed=seed)
+        if room is not None:
+            check_sizes(name, room=room)
+        if uid is not None:
+            check_sizes(name, 0, 2**48 - 1, uid=uid)
         self.catch_up()
         check(request not in self._live, name, "a request that is not live", request)
-        check(left >= 1, name, "left: at least 1", left)
         held: int = self.state.capacity if room is None else min(room, self.state.capacity)
         check(length + 1 <= held, name, f"room for {length + 1} tokens of request {request}", held)
         uid = request if uid is None else uid
         taken = {self._uids[r] for r in self._live}
-        check(uid not in taken and 0 <= uid < 2**48, name, "uid: below 2**48, of no other live request", uid)
+        check(uid not in taken, name, "uid: of no other live request", uid)
         if self.state.lens.device.type == "cpu":
             there = int(self.state.lens[request])
             check(there == length, name, f"length {there} of request {request}", length)
@@ -183,15 +201,20 @@ class DecodeGraphs:
 
     def grow(self, request: int, room: int) -> None:
         """The request's pages hold ``room`` tokens now."""
-        check(request in self._live, "DecodeGraphs.grow", f"a live request: {self.live}", request)
+        self._check_live("DecodeGraphs.grow", request)
+        check_sizes("DecodeGraphs.grow", room=room)
         self._live[request].room = min(room, self.state.capacity)
 
     def cancel(self, request: int) -> None:
         """End a request now; its caches are the caller's again."""
-        check(request in self._live, "DecodeGraphs.cancel", f"a live request: {self.live}", request)
+        self._check_live("DecodeGraphs.cancel", request)
         self.catch_up()
         self.anchors[request] = -1
         self._live.pop(request, None)
+
+    def _check_live(self, name: str, request: int) -> None:
+        check_sizes(name, request=request)
+        check(request in self._live, name, f"a live request: {self.live}", request)
 
     def catch_up(self, last: Emission | None = None) -> None:
         """Read all steps, or those up to ``last``, in order; waits for the device."""
@@ -234,12 +257,12 @@ class DecodeGraphs:
         """
         name = "DecodeGraphs.step"
         check(bool(self._live), name, "a request that decodes (admit)", "none")
+        if budget is not None:
+            check_sizes(name, budget=budget)
         if len(self._unread) == len(self._host):
             self._read(self._unread.popleft())
             if not self._live:
                 return Emission(self, self._host[0], None, read_already=True)
-        wants = budget is None or budget >= 0
-        check(wants, name, "budget: at least 0, or None", budget)
         self._check_room(name)
         most = 0 if self.drafter is None else self.block * len(self._live)
         drafts = most if budget is None else min(budget, most)

@@ -125,7 +125,7 @@ def test_a_fact_that_one_rank_lacks_is_a_difference() -> None:
 X = quantize_mxfp8(torch.zeros(1, HIDDEN))
 ONE = torch.zeros(1, TOP_K, dtype=I32)
 ERRORS: dict[str, Any] = {
-    "slots": (lambda t: Exchange(t, 0), "slots_per_rank: 1 or more, got 0"),
+    "slots": (lambda t: Exchange(t, 0), "slots_per_rank: an integer of 1 or more, got 0"),
     "capacity": (lambda t: Exchange(t, 4, 0), "capacity: an integer of 1 or more, got 0"),
     "fixed": (lambda t: Exchange(t, 4).dispatch(X, ONE, ONE.float()), "a capacity, or exact=True, got None"),
     "rows": (

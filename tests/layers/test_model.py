@@ -131,7 +131,7 @@ def test_rollbacks_do_not_add_up() -> None:
     state.reset(0)
     models.model(kind)(models.text(kind, 12), models.positions(0, 12), state)
     state.rollback(torch.tensor([3], dtype=torch.int32))
-    with pytest.raises(ValueError, match="request: 0 to 0, got -1"):
+    with pytest.raises(ValueError, match="request: an integer of 0 to 0, got -1"):
         state.reset(-1)
 
 

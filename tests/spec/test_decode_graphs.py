@@ -219,8 +219,14 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "mode": (lambda: DecodeGraphs(TARGET, Toy.of(2), mode="best"), "mode: one of"),
     "size": (lambda: DecodeGraphs(TARGET, Toy.of(2), sizes=[(2, 1)]), r"sizes: \(requests up to 2"),
     "nobody": (lambda: DecodeGraphs(TARGET, Toy.of(2)).step(), "a request that decodes"),
-    "request": (lambda: DecodeGraphs(TARGET, Toy.of(2)).admit(2, 1, length=0, left=1), "request: 0 to 1"),
-    "left": (lambda: DecodeGraphs(TARGET, Toy.of(2)).admit(0, 1, length=0, left=0), "left: at least 1"),
+    "request": (
+        lambda: DecodeGraphs(TARGET, Toy.of(2)).admit(2, 1, length=0, left=1),
+        "request: an integer of 0 to 1",
+    ),
+    "left": (
+        lambda: DecodeGraphs(TARGET, Toy.of(2)).admit(0, 1, length=0, left=0),
+        "left: an integer of 1 to 2147483647, got 0",
+    ),
     "length": (
         lambda: DecodeGraphs(TARGET, Toy.of(2)).admit(0, 1, length=3, left=1),
         "length 0 of request 0, got 3",
@@ -234,12 +240,12 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: [
             g.admit(r, 1, length=0, left=2, uid=7) for g in [DecodeGraphs(TARGET, Toy.of(2))] for r in (0, 1)
         ],
-        "uid: below",
+        "uid: of no other live request",
     ),
     "cancel": (lambda: DecodeGraphs(TARGET, Toy.of(2)).cancel(1), "a live request"),
     "budget": (
         lambda: [(g.admit(0, 1, length=0, left=2), g.step(-1)) for g in [DecodeGraphs(TARGET, Toy.of(2))]],
-        "budget: at least 0",
+        "budget: an integer of 0 or more",
     ),
 }
 
