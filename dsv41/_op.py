@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import math
+import numbers
 import os
 import shutil
 import sys
@@ -13,7 +14,6 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 _LIBRARY = torch.library.Library("dsv41", "DEF")
@@ -97,8 +97,8 @@ def check_apart(name: str, label: str, x: torch.Tensor) -> None:
 
 
 # What a caller may give as a number, beside what torch.compile makes of one; a bool is none.
-_WHOLE: tuple[type, ...] = (int, torch.SymInt, np.int64)
-_REAL: tuple[type, ...] = (*_WHOLE, float, torch.SymFloat, np.float32)
+_WHOLE: tuple[type, ...] = (int, torch.SymInt, numbers.Integral)
+_REAL: tuple[type, ...] = (*_WHOLE, float, torch.SymFloat, numbers.Real)
 _MOST = 2**63 - 1
 
 
@@ -111,9 +111,9 @@ def check_sizes(name: str, least: int = 0, most: int = _MOST, **sizes: Any) -> N
             check(False, name, f"{label}: an integer of {span}", size)
 
 
-def check_numbers(name: str, least: float = 0.0, above: bool = False, **numbers: Any) -> None:
+def check_numbers(name: str, least: float = 0.0, above: bool = False, **given: Any) -> None:
     """Check real numbers that a caller gives: finite, of at least ``least``, or ``above`` it."""
-    for label, x in numbers.items():
+    for label, x in given.items():
         real = isinstance(x, _REAL) and not isinstance(x, bool) and -math.inf < x < math.inf
         if not real or x < least or (above and x == least):
             span = "" if least == -math.inf else f" above {least:g}" if above else f" of {least:g} or more"
