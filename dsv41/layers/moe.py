@@ -28,12 +28,13 @@ class Gate(nn.Module):
 
 class Experts(nn.Module):
     """Routed experts, stacked; see `dsv41.formats.MXFP4Experts`. The checkpoint's tensors are slices of
-    these. ``ids`` names the expert in each slot, in order unless told otherwise.
+    these. ``ids`` names the expert in each slot, in order unless told otherwise; ``routed`` is how many
+    packing left to the exact path.
     """
 
     def __init__(self, hidden: int, inter: int, num_experts: int, ids: list[int] | None = None):
         super().__init__()
-        self.inter, self.layout = inter, "plain"
+        self.inter, self.layout, self.routed = inter, "plain", 0
         self.ids = list(range(num_experts)) if ids is None else ids
         self.add_up: Callable[[torch.Tensor], None] | None = None
         self.w13 = frozen((num_experts, 2 * inter, hidden // 2), torch.uint8)
@@ -58,7 +59,8 @@ class Experts(nn.Module):
         Ranks that share a layer pack together: packed experts may move between them.
         """
         if self.layout == "plain":
-            self.layout = pack_experts(self.mxfp4, add_up=self.add_up).layout
+            packed = pack_experts(self.mxfp4, add_up=self.add_up)
+            self.layout, self.routed = packed.layout, packed.routed
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """``{e}.w1.weight``, ``{e}.w1.scale``, ...: views in the checkpoint's shapes and types."""

@@ -294,6 +294,25 @@ def test_ranks_pack_alike_whatever_their_scales() -> None:
     assert first == second and mine != other
 
 
+def test_ranks_agree_that_a_layer_is_mixed() -> None:
+    """An expert that does not fold is on one rank, and may come to the other."""
+    cfg = models.config("mini")
+
+    def work(t: LocalTransport) -> tuple[str, int]:
+        group = ExpertParallel(t, even_map(cfg.num_layers, cfg.num_experts, 2), cfg.num_experts)
+        experts = MoE(cfg, cfg.num_experts, cfg.top_k, group.layers[0]).experts
+        for tensor in (experts.w13, experts.w2):
+            tensor.data.fill_(0x11)
+        for scale in (experts.w13_scale, experts.w2_scale):
+            scale.data.view(torch.uint8).fill_(120)
+        if t.rank:
+            experts.w2_scale.data.view(torch.uint8)[0, 2, 1] = 90
+        experts.pack()
+        return experts.layout, experts.routed
+
+    assert on_ranks(2, work) == [("hopper exact 120 120 mixed", 0), ("hopper exact 120 120 mixed", 1)]
+
+
 def test_the_window_on_the_device_is_the_window() -> None:
     ours, theirs = DeviceLoadWindow(2, 3, 8, blocks=4, device="cpu"), LoadWindow(2, 3, 8, blocks=4)
     assert ours.quality() == theirs.quality()
