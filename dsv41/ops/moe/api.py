@@ -146,8 +146,8 @@ def pack_experts(
             add_up(counts)
     bases = [pack.fold_base(counts) for counts in totals]
     unfolded = sum(int(pack.outside(counts, base)) for counts, base in zip(totals, bases, strict=True))
-    far = sum(pack.outside(counts, base) for counts, base in zip(used, bases, strict=True)) > 0
-    routed = far.tolist()
+    far = [pack.outside(counts, base) for counts, base in zip(used, bases, strict=True)]
+    routed = (far[0] + far[1] > 0).tolist()
     for e in range(experts.num_experts):
         w13[e].copy_(pack.mxfp4_values(pack.gate_up_rows(w13[e])))
         w2[e].copy_(pack.mxfp4_values(w2[e]))
