@@ -153,6 +153,52 @@ def test_written_memory_is_apart(name: str) -> None:
     assert not [line for line in found if line]
 
 
+# Values that a kernel would take for addresses or bits: (op, argument, a wrong value of its first element).
+VALUES = [
+    *[(op, "uids", wrong) for op in ("sample_tokens", "verify_drafts") for wrong in (-1, 1 << 48)],
+    *[(op, "positions", wrong) for op in ("sample_tokens", "verify_drafts") for wrong in (-1, 1 << 32)],
+    *[(op, "top_p", math.nan) for op in ("sample_tokens", "verify_drafts")],
+    *[("sample_tokens", "columns", wrong) for wrong in (-1, 256)],
+    ("verify_drafts", "cu_logits", 1),
+    *[(op, label, 8) for op, label in [("copy_records", "slots"), ("copy_records", "source_slots")]],
+    *[("write_cache", "slots", wrong) for wrong in (-2, 8)],
+    *[("sparse_attn", label, wrong) for label in ("window_ids", "compressed_ids") for wrong in (-2, 8)],
+    *[("mxfp4_moe", "expert_ids", wrong) for wrong in (-2, 4)],
+    ("physical_experts", "expert_ids", 4),
+    ("index_topk", "request_ids", 1),
+    ("index_topk", "page_table", 2),
+    ("index_topk", "visible", 9),
+    ("engram_hash", "tokens", 9),
+    ("engram_hash", "tokens", -1),
+    ("engram_hash", "cu_seqlens", 1),
+    ("engram_hash", "positions", 3),
+    ("engram_lookup", "rows", 4),
+    ("exchange_plan", "slots", 4),
+    ("exchange_pack", "source", 8),
+    ("exchange_pack_fixed", "slots", 4),
+    ("exchange_combine", "place", 4),
+    ("split_budget_ragged", "lo", 6),
+]
+DISTINCT = {
+    f"{cache}_ids": torch.arange(4 * n).view(4, n).int() % 8
+    for cache, n in (("window", 3), ("compressed", 2))
+}
+OPTIONAL = {"top_p": torch.ones(4), "columns": torch.zeros(4, dtype=torch.int32), "lo": torch.zeros(4).int()}
+
+
+@pytest.mark.parametrize(("name", "label", "wrong"), VALUES)
+def test_values_when_asked(name: str, label: str, wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = CASES[name](4)
+    if name == "sparse_attn":
+        arguments |= DISTINCT
+    given = arguments.get(label, OPTIONAL.get(label)).clone()
+    given.view(-1)[0] = wrong
+    monkeypatch.setenv("DSV41_CHECK", "1")
+    call(name, **{**copied(arguments), **({label: OPTIONAL[label]} if label in OPTIONAL else {})})
+    line = sentence(lambda **given: call(name, **given), arguments, name, label, given)
+    assert line is None
+
+
 def _examples() -> list[Any]:
     """One view of each kind."""
     arguments = [value for make in CASES.values() for value in make(4).values()]

@@ -124,7 +124,7 @@ def exchange_plan(
     check_sizes(name, 1, num_ranks=num_ranks, slots_per_rank=slots_per_rank)
     if capacity is not None:
         check_sizes(name, 1, capacity=capacity)
-    _check_slots(name, slots, num_ranks * slots_per_rank)
+    _check_below(name, "slots", slots, num_ranks * slots_per_rank)
     given = given_outputs(name, out, 3)
     rows = slots.numel() if capacity is None else num_ranks * capacity
     out = (
@@ -169,6 +169,7 @@ def exchange_pack(
     x = _rows(name, x, weights, slots)
     check_tensor(name, "source", source, (None,), torch.int32, like=slots)
     check_sizes(name, 1, slots_per_rank=slots_per_rank)
+    _check_below(name, "source", source, slots.numel())
     out = output(name, out, (source.shape[0], record_bytes(x.values.shape[1])), torch.uint8, slots)
     _PACK(*x.flat(), weights, slots, source, slots_per_rank, out)
     return out
@@ -221,7 +222,7 @@ def exchange_pack_fixed(
     name = "exchange_pack_fixed"
     x = _rows(name, x, weights, slots)
     check_sizes(name, 1, num_ranks=num_ranks, slots_per_rank=slots_per_rank, capacity=capacity)
-    _check_slots(name, slots, num_ranks * slots_per_rank)
+    _check_below(name, "slots", slots, num_ranks * slots_per_rank)
     check_tensor(name, "lost", lost, (num_ranks,), torch.int64, like=slots, contiguous=True)
     given, shape = given_outputs(name, out, 2), (num_ranks * capacity, record_bytes(x.values.shape[1]))
     place = output(name, given[0], tuple(slots.shape), torch.int32, slots, "out place")
@@ -230,10 +231,10 @@ def exchange_pack_fixed(
     return place, records
 
 
-def _check_slots(name: str, slots: torch.Tensor, count: int) -> None:
-    if check_values() and slots.numel():
-        high = int(slots.max())
-        check(high < count, name, f"slots: at most {count - 1}", high)
+def _check_below(name: str, label: str, x: torch.Tensor, count: int) -> None:
+    if check_values() and x.numel():
+        high = int(x.max())
+        check(high < count, name, f"{label}: at most {count - 1}", high)
 
 
 def exchange_unpack(
@@ -305,6 +306,7 @@ def exchange_combine(
     name = "exchange_combine"
     check_tensor(name, "rows", rows, (None, None), torch.bfloat16)
     check_tensor(name, "place", place, (None, None), torch.int32, like=rows, contiguous=True)
+    _check_below(name, "place", place, rows.shape[0])
     shape = (place.shape[0], rows.shape[1])
     if shared is not None:
         check_tensor(name, "shared", shared, shape, torch.bfloat16, like=rows)
