@@ -1,5 +1,6 @@
 """Attention of one layer: window rows of its own, compressed entries and a selection of its sources."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -98,10 +99,13 @@ class Indexer(nn.Module):
 
     def head_weights(self, h: torch.Tensor) -> torch.Tensor:
         """[num_tokens, index_heads] f32: bf16(h @ weights_proj.T) / sqrt(index_dim * index_heads)."""
+        wide = linear(h, self.weights_proj.weight)
+        factor = (self.cfg.index_dim * self.cfg.index_heads) ** -0.5
+        if math.frexp(factor)[0] == 0.5:  # a power of two
+            return wide.float() * factor
         # In float64: a factor that is itself rounded to f32 moves the last bit, and with it near-ties of
         # scores.
-        wide = linear(h, self.weights_proj.weight).double()
-        return (wide * (self.cfg.index_dim * self.cfg.index_heads) ** -0.5).float()
+        return (wide.double() * factor).float()
 
 
 class Attention(nn.Module):
