@@ -318,6 +318,22 @@ INDEX: list[Mutation] = [
         "page_table[0,",
         "tests.ops.test_index:test_closed_form(3)",
     ),
+    (
+        "index-lists-without-room-for-warps-behind",
+        "dsv41.ops.index.tilelang_cuda:source",
+        'return device_source(*paths, wgmma={"e4m3_rs": widths} if widths else None)',
+        'return device_source(*paths, wgmma={"e4m3_rs": widths} if widths else None)'
+        ".replace('(kTile + kTile / 4 * 3)', 'kTile')",
+        "tests.ops.test_index_hopper:check_full_lists('plain', 1, 'first')",
+    ),
+    (
+        "index-block-lists-without-room-for-warps-behind",
+        "dsv41.ops.index.tilelang_cuda:source",
+        'return device_source(*paths, wgmma={"e4m3_rs": widths} if widths else None)',
+        'return device_source(*paths, wgmma={"e4m3_rs": widths} if widths else None)'
+        ".replace('kBlockCap - kAhead / kQuad', 'kBlockCap - kGroups * kRound * kTile / kQuad')",
+        "tests.ops.test_index_hopper:check_full_lists('publishing', 1, 'first')",
+    ),
 ]
 
 EXPERTS: list[Mutation] = [

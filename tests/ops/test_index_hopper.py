@@ -295,6 +295,52 @@ def test_cutting_the_list() -> None:
         assert torch.equal(blocks, best_blocks(score, scene.visible, 8, 100))
 
 
+def rise(scene: Scene, every: int = 1) -> None:
+    """Scores rise by steps, so that every key passes the bar; with ``every`` one of so many keys does."""
+    scene.weights = scene.weights.abs()
+    for r in range(len(scene.table)):
+        n = int((scene.table[r] >= 0).sum()) * scene.page
+        step = torch.arange(n) * 400 // n
+        x = torch.where(step % 2 == 1, 1.5, 1.0) * torch.exp2((step // 2 - 100).float())
+        x[torch.arange(n) % every != 0] = 0
+        ref_cache.write_rows(
+            scene.pages, scene.layout, scene.slots(r, n), x[:, None].expand(n, DIM).bfloat16()
+        )
+
+
+def check_full_lists(kind: str, together: int, schedule: str) -> None:
+    """Every key passes the bar, and one warp of every four is as far ahead of the others as barriers let it:
+    no list grows past its end. The emulator stops where one does.
+    """
+    if GPU or not cuda_emu.available():
+        pytest.skip("the emulator's schedules")
+    n, blocks = 6000, 20 if kind == "publishing" else 0
+    scene = Scene("mxfp4", [n], [(0, n)] * together, heads=4)
+    candidates = torch.arange(n // 8, dtype=torch.int32).expand(together, -1).contiguous()
+    keys: dict[str, Any] = {"together": together, "blocks": blocks, "schedule": schedule, "grid": 1}
+    keys |= {"block_size": 4} if blocks else {"candidates": candidates} if kind == "restricted" else {}
+    text, old = tilelang_cuda.source, "kBlockCap = NQ > 1 ? 3072 : 4096"
+    assert old in text("index_score.cuh")
+    with pytest.MonkeyPatch.context() as patch:
+        # Lists of blocks that so few keys fill; where one key of a block passes, before the other lists.
+        patch.setattr(tilelang_cuda, "source", lambda *a, **b: text(*a, **b).replace(old, "kBlockCap = 512"))
+        for every, k in ((1, 512), (1, 312)) + ((4, 512),) * (blocks > 0):
+            rise(scene, every)
+            score = scene.own_scores()
+            ids, new = scene.launch(k, **keys)
+            assert torch.equal(ids, best(score, k))
+            assert not blocks or torch.equal(new, best_blocks(score, scene.visible, 4, blocks))
+
+
+@pytest.mark.parametrize("schedule", ["first", "last"])
+@pytest.mark.parametrize(
+    ("kind", "together"),
+    [("plain", 1), ("plain", 6), ("publishing", 1), ("publishing", 4), ("restricted", 1)],
+)
+def test_full_lists(kind: str, together: int, schedule: str) -> None:
+    check_full_lists(kind, together, schedule)
+
+
 def test_few_heads_and_small_pages() -> None:
     scene = Scene("mxfp4", [100, 7], [(0, 100), (1, 7), (0, 3)], heads=2, page=4)
     assert torch.equal(scene.launch(8)[0], best(scene.own_scores(), 8))
@@ -340,7 +386,7 @@ def run_topk(
     return ids
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[: 1 if GPU else 2])
+@pytest.mark.parametrize("schedule", ["late"] if GPU else [*SCHEDULES, "first", "last"])
 def test_topk(schedule: str) -> None:
     n = 40_001
     scores = torch.randn(6, n + 3)[:, :n]

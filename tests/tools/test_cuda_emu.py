@@ -293,6 +293,29 @@ __device__ void body(const float* x, uint16_t* bf, uint16_t* half_, uint8_t* fp8
     )
 
 
+@pytest.mark.parametrize("schedule", ["first", "last"])
+def test_a_warp_runs_ahead(schedule: str) -> None:
+    """How many arrivals of a round each warp of four sees before their barrier: the one that is ahead its own,
+    the next one two.
+    """
+    source = """
+__device__ void body(int* out, int* count) {
+  const int t = threadIdx.x, warp = t / 32, group = warp / 4;
+  if (t % 128 == 0) count[group] = 0;
+  __syncthreads();
+  for (int round = 0; round < 3; ++round) {
+    if (t % 32 == 0) atomicAdd(&count[group], 1);
+    for (int i = 0; i < warp; ++i) __syncwarp();
+    if (t % 32 == 0) out[round * 8 + warp] = atomicAdd(&count[group], 0) - 4 * round;
+    hopper::named_barrier(1 + group, 128);
+  }
+}"""
+    out = torch.zeros(3, 2, 4, dtype=torch.int32)
+    args = {"grid": 1, "threads": 256, "shared_bytes": 64, "schedules": (schedule,)}
+    emulate(device_source() + source, "body", [out, SHARED], **args)
+    assert (out == torch.tensor([1, 2, 3, 4] if schedule == "first" else [4, 3, 2, 1])).all()
+
+
 def test_misuse_is_named() -> None:
     divergent = "__device__ void body() { if (threadIdx.x < 16) __syncwarp(); }"
     with pytest.raises(EmulationError, match=r"deadlock(.|\n)*has ended(.|\n)*__syncwarp"):

@@ -64,6 +64,7 @@ struct Shared {
   // it does not see yet, and what all add before they look again, has room.
   static constexpr int kAhead = kGroups * kRound * (kTile + kTile / 4 * 3);
   static constexpr int kFull = kCap - kAhead, kBlockFull = kBlockCap - kAhead / kQuad;
+  static_assert(kMost + (kCap - kMost) / 3 <= kFull, "lists that stop the groups are cut");
   static constexpr int kPadded = NQ == 1 ? 1 : NQ + 1;  // an odd last query is scored beside nothing
   uint8_t b[kPadded][kHeads * 128];
   uint8_t values[kGroups][kRing][kTile * kValues];

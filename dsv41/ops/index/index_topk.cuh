@@ -123,14 +123,14 @@ struct List {
     choose::Work& work = s.work[team];
     int left;
     if (PUBLISH && blocks)
-      left = choose::cut<S::kBlockCap / THREADS, THREADS>(s.block_list[m], count, k, slack, work, tid, 2 + team);
+      left = choose::cut<S::kBlockCap / THREADS, THREADS>(s.block_list[m], count, k, slack, work, tid, team);
     else
-      left = choose::cut<S::kCap / THREADS, THREADS>(s.list[m], count, k, slack, work, tid, 2 + team);
+      left = choose::cut<S::kCap / THREADS, THREADS>(s.list[m], count, k, slack, work, tid, team);
     if (tid == 0) {
       if (blocks) s.block_count[m] = left, s.block_bar[m] = work.bar, s.look[m].block_bar = choose::score_of(work.bar);
       else s.count[m] = left, s.bar[m] = work.bar, s.look[m].bar = choose::score_of(work.bar);
     }
-    choose::sync<THREADS>(2 + team);
+    choose::sync<THREADS>(team);
   }
 };
 
@@ -147,7 +147,7 @@ __device__ __forceinline__ bool look(Shared<FORMAT, NQ, PUBLISH>& s, int group, 
     const bool any = __any_sync(~0u, full);
     if (lane == 0) s.stop[turn][group] = any;
   }
-  hopper::named_barrier(6 + group, 128);
+  hopper::named_barrier(5 + group, 128);
   const bool stop = SELECT && s.stop[turn][group] != 0;
   turn ^= 1;
   return stop;
@@ -228,7 +228,7 @@ __device__ void finish(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, int job
   uint64_t* list = PUBLISH && own.blocks ? s.block_list[m] : s.list[m];
   int* out = own.blocks ? args.blocks + t * k : args.ids + t * k;
   if (whole) {
-    choose::write_sorted<THREADS>(list, count, k, out, s.work[team], tid, 2 + team);
+    choose::write_sorted<THREADS>(list, count, k, out, s.work[team], tid, team);
     return;
   }
   const int64_t at = slot * NQ + m;
@@ -324,6 +324,7 @@ __device__ void merge(const void* requests, const void* visible, void* ids, void
   MergeShared& s = *static_cast<MergeShared*>(memory);
   const Units<NQ, RESTRICT> units{args};
   choose::find_share(units, (tokens + NQ - 1) / NQ, block, grid, Plan<NQ>::kLeast, s.sums, &s.share, tid, choose::kMergeThreads);
+  cudaGridDependencySynchronize();  // the scan has ended
   const choose::Merge found = choose::find_merge(s.share, block);
   const int64_t t = static_cast<int64_t>(found.unit) * NQ + member;
   if (found.unit < 0 || t >= tokens) return;

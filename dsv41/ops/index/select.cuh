@@ -43,10 +43,11 @@ __device__ __forceinline__ bool passes(uint32_t score, uint64_t key, uint64_t ba
   return score <= kInfinity && key > bar;
 }
 
-// Teams that work side by side have barriers of their own.
+// The threads that share a list meet: the whole block, or one of its teams of 128, which work side by side.
 template <int THREADS = kThreads>
-__device__ __forceinline__ void sync(int barrier = 1) {
-  hopper::named_barrier(barrier, THREADS);
+__device__ __forceinline__ void sync(int team = 0) {
+  if constexpr (THREADS > 128) __syncthreads();
+  else hopper::named_barrier(1 + team, THREADS);
 }
 
 // Adds the keys of the lanes that pass; `count` is a counter in shared memory, `base` what lies before.
@@ -68,12 +69,9 @@ __device__ __forceinline__ void append_to(uint64_t* list, int* count, bool pass,
   if (pass) list[first + __popc(votes & ((1u << lane) - 1))] = key;
 }
 
-// The same for N keys a lane, bit i of `pass` for key i.
-template <int N>
-__device__ __forceinline__ void append_all(uint64_t* list, int base, int* count, uint32_t pass, const uint64_t (&keys)[N],
-                                           int lane) {
-  if (!__any_sync(0xFFFFFFFFu, pass != 0)) return;
-  int upto = __popc(pass);
+// Room for what each lane adds, one lane behind the other: where a lane's begins.
+__device__ __forceinline__ int reserve(int base, int* count, int wanted, int lane) {
+  int upto = wanted;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     int other = __shfl_up_sync(0xFFFFFFFFu, upto, step);
@@ -81,7 +79,14 @@ __device__ __forceinline__ void append_all(uint64_t* list, int base, int* count,
   }
   int first = 0;
   if (lane == 31) first = atomicAdd(count, upto);
-  first = base + __shfl_sync(0xFFFFFFFFu, first, 31) + upto - __popc(pass);
+  return base + __shfl_sync(0xFFFFFFFFu, first, 31) + upto - wanted;
+}
+// The same for N keys a lane, bit i of `pass` for key i.
+template <int N>
+__device__ __forceinline__ void append_all(uint64_t* list, int base, int* count, uint32_t pass, const uint64_t (&keys)[N],
+                                           int lane) {
+  if (!__any_sync(0xFFFFFFFFu, pass != 0)) return;
+  int first = reserve(base, count, __popc(pass), lane);
 #pragma unroll
   for (int i = 0; i < N; ++i)
     if (pass >> i & 1) list[first++] = keys[i];
@@ -93,9 +98,12 @@ __device__ __forceinline__ void append_all(uint64_t* list, int base, int* count,
 // A pass counts the undecided keys in bins over their range, by their scores first and among equal scores by
 // index. Those above the bin of the k-th are in, those below are out. Few undecided ones are ranked.
 template <int PER, int THREADS = kThreads>
-__device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Work& work, int tid, int barrier = 1) {
+__device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Work& work, int tid, int team = 0) {
   constexpr int OWN = kBins / THREADS;
   const int warp = tid / 32, lane = tid % 32;
+#ifdef DSV41_EMULATE
+  if (count > PER * THREADS) __trap();  // the list got more keys than it has room for
+#endif
   uint64_t mine[PER];
   uint32_t open = 0, stays = 0;  // bit i: key i is undecided, is in
   uint32_t low = ~0u, high = 0, tie = 0;  // range of the undecided scores; of their indices once they tie
@@ -112,7 +120,7 @@ __device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Wor
   if (tid == 0) work.kept = 0;
 #pragma unroll
   for (int i = 0; i < OWN; ++i) work.bins[i * THREADS + tid] = 0;
-  sync<THREADS>(barrier);
+  sync<THREADS>(team);
 #pragma unroll
   for (int i = 0; i < THREADS / 32; ++i) {
     low = work.low[i] < low ? work.low[i] : low;
@@ -126,7 +134,7 @@ __device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Wor
       const uint32_t x = ties ? static_cast<uint32_t>(mine[i]) : static_cast<uint32_t>(mine[i] >> 32);
       if (open >> i & 1) atomicAdd(&work.bins[kBins - 1 - ((x - low) >> shift)], 1u);
     }
-    sync<THREADS>(barrier);
+    sync<THREADS>(team);
     // Bins from the top, OWN a thread; they are zero again for the next pass.
     int own[OWN], sum = 0;
 #pragma unroll
@@ -140,7 +148,7 @@ __device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Wor
       if (lane >= step) upto += other;
     }
     if (lane == 31) work.warp_sum[warp] = upto;
-    sync<THREADS>(barrier);
+    sync<THREADS>(team);
     for (int i = 0; i < warp; ++i) upto += work.warp_sum[i];
     int before = upto - sum;
     if (before < need && need <= upto) {
@@ -151,7 +159,7 @@ __device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Wor
         before += own[i];
       }
     }
-    sync<THREADS>(barrier);
+    sync<THREADS>(team);
     const uint32_t bin = work.bin;
     const int above = work.above, inside = work.inside;
 #pragma unroll
@@ -168,9 +176,9 @@ __device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Wor
     }
     if (inside <= kFew) {
       append_all(work.few, 0, &work.kept, open, mine, lane);
-      sync<THREADS>(barrier);
+      sync<THREADS>(team);
       if (tid == 0) work.kept = 0;
-      sync<THREADS>(barrier);
+      sync<THREADS>(team);
       const uint64_t one = tid < inside ? work.few[tid] : 0;
       int better = 0;
 #pragma unroll 4
@@ -188,14 +196,14 @@ __device__ __noinline__ int cut(uint64_t* list, int count, int k, int slack, Wor
   }
   if (tid == 0) work.bar = (ties ? static_cast<uint64_t>(tie) << 32 | low : static_cast<uint64_t>(low) << 32) - 1;
   append_all(list, 0, &work.kept, stays, mine, lane);
-  sync<THREADS>(barrier);
+  sync<THREADS>(team);
   return left;
 }
 
 // Writes the indices of a list, ascending, then -1, into out[0, k). The list has room for half as many keys again.
 // Indices are counted in bins over their range, put there in any order, and ranked within their bin.
 template <int THREADS = kThreads>
-__device__ __noinline__ void write_sorted(uint64_t* list, int count, int k, int* out, Work& work, int tid, int barrier = 1) {
+__device__ __noinline__ void write_sorted(uint64_t* list, int count, int k, int* out, Work& work, int tid, int team = 0) {
   constexpr int OWN = kBins / THREADS;
   const int warp = tid / 32, lane = tid % 32;
   uint32_t* ids = reinterpret_cast<uint32_t*>(list + count);
@@ -210,7 +218,7 @@ __device__ __noinline__ void write_sorted(uint64_t* list, int count, int k, int*
 #pragma unroll
   for (int i = 0; i < OWN; ++i) work.bins[i * THREADS + tid] = 0;
   for (int i = count + tid; i < k; i += THREADS) out[i] = -1;
-  sync<THREADS>(barrier);
+  sync<THREADS>(team);
 #pragma unroll
   for (int i = 0; i < THREADS / 32; ++i) {
     low = work.low[i] < low ? work.low[i] : low;
@@ -219,7 +227,7 @@ __device__ __noinline__ void write_sorted(uint64_t* list, int count, int k, int*
   const int bits = 32 - __clz(static_cast<int>(high - low)), shift = bits > 10 ? bits - 10 : 0;
 #pragma unroll 4
   for (int i = tid; i < count; i += THREADS) atomicAdd(&work.bins[(index_of(list[i]) - low) >> shift], 1u);
-  sync<THREADS>(barrier);
+  sync<THREADS>(team);
   int own[OWN], sum = 0;
 #pragma unroll
   for (int i = 0; i < OWN / 2; ++i) {
@@ -232,18 +240,18 @@ __device__ __noinline__ void write_sorted(uint64_t* list, int count, int k, int*
     if (lane >= step) upto += other;
   }
   if (lane == 31) work.warp_sum[warp] = upto;
-  sync<THREADS>(barrier);
+  sync<THREADS>(team);
   for (int i = 0; i < warp; ++i) upto += work.warp_sum[i];
 #pragma unroll
   for (int i = 0; i < OWN / 2; ++i)  // where a bin begins
     *reinterpret_cast<uint2*>(&work.bins[OWN * tid + 2 * i]) = make_uint2(upto - sum + own[2 * i], upto - sum + own[2 * i + 1]);
-  sync<THREADS>(barrier);
+  sync<THREADS>(team);
 #pragma unroll 4
   for (int i = tid; i < count; i += THREADS) {
     const uint32_t id = index_of(list[i]);
     ids[atomicAdd(&work.bins[(id - low) >> shift], 1u)] = id;
   }
-  sync<THREADS>(barrier);
+  sync<THREADS>(team);
 #pragma unroll 1
   for (int i = tid; i < count; i += THREADS) {
     const uint32_t id = ids[i], bin = (id - low) >> shift, end = work.bins[bin];
@@ -251,7 +259,7 @@ __device__ __noinline__ void write_sorted(uint64_t* list, int count, int k, int*
     for (uint32_t j = rank; j < end; ++j) rank += ids[j] < id;
     out[rank] = static_cast<int>(id);
   }
-  sync<THREADS>(barrier);
+  sync<THREADS>(team);
 }
 
 // How the units of a call (rows, or groups of rows) are shared out: every block gets `each` of the tiles, one

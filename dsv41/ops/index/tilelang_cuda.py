@@ -156,7 +156,6 @@ def _merge(together, publish, restrict, arch):
         with T.Kernel(grid, together, threads=MERGE_THREADS) as (_, _member):
             T.import_source(text)
             shared = T.alloc_shared((MERGE_BYTES,), T.uint8)
-            T.pdl_sync()  # launched while the scan runs; waits for its end
             T.call_extern(
                 "handle",
                 call,
@@ -176,6 +175,7 @@ def _merge(together, publish, restrict, arch):
                 grid,
                 shared.access_ptr("rw"),
             )
+            T.pdl_sync()  # launched while the scan runs, whose end the function waits for
 
     return build(index_merge, arch)
 
@@ -239,7 +239,6 @@ def _topk_merge(arch):
         with T.Kernel(grid, threads=MERGE_THREADS) as _:
             T.import_source(text)
             shared = T.alloc_shared((MERGE_BYTES,), T.uint8)
-            T.pdl_sync()  # launched while the scan runs; waits for its end
             T.call_extern(
                 "handle",
                 f"topk_rows::merge<{MERGE_BYTES}>",
@@ -252,6 +251,7 @@ def _topk_merge(arch):
                 grid,
                 shared.access_ptr("rw"),
             )
+            T.pdl_sync()  # launched while the scan runs, whose end the function waits for
 
     return build(topk_merge, arch)
 

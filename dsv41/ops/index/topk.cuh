@@ -134,6 +134,7 @@ __device__ void merge(const void* lens, void* ids, void* scratch, int rows, int 
   const int tid = threadIdx.x, block = blockIdx.x;
   const Rows units{static_cast<const int*>(lens), width};
   choose::find_share(units, rows, block, grid, 1, s.sums, &s.share, tid, choose::kMergeThreads);
+  cudaGridDependencySynchronize();  // the scan has ended
   const choose::Merge found = choose::find_merge(s.share, block);
   if (found.unit < 0) return;
   const int count = choose::merge_lists(lists, counts, kRoom, found.first, found.last, 0, 1, kRoom, k, s.list, s.count,

@@ -67,6 +67,7 @@ inline void __threadfence_system() {}
 inline void __nanosleep(unsigned) { emu::yield_now(); }
 [[noreturn]] inline void __trap() { emu::fail("__trap"); }
 inline long long clock64() { return 0; }
+inline void cudaGridDependencySynchronize() {}
 
 // ---- warps -----------------------------------------------------------------------------------------------
 namespace emu {

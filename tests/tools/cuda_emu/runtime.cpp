@@ -1,6 +1,6 @@
 // Runs one block of CUDA threads as fibers on one CPU thread and watches its shared memory.
 //
-// A fiber runs until it blocks; the order is fixed, so every run is the same. Asynchronous work is as late as
+// A fiber runs until it blocks; the order of a schedule is fixed, so every run is the same. Asynchronous work is as late as
 // the program allows: copies land when a thread waits for their barrier and (in the late schedule) nothing else
 // can run; accumulators of wgmma are NaN until the wait. Each byte of shared memory knows whether it was ever
 // written, whether a copy is in flight to it, its last writer and its last reader of every warp; vector clocks
@@ -47,28 +47,49 @@ bool deliver(Barrier& b) {  // the next asynchronous arrival
   return true;
 }
 
-void run_block() {
+// Runs each of these threads until it blocks. Whether one could run.
+bool run_threads(const int* first, const int* last) {
+  bool progress = false;
+  for (const int* t = first; t != last; ++t) {
+    Thread& thread = threads[*t];
+    if (thread.finished) continue;
+    current = *t;
+    if (thread.ready && !thread.ready()) continue;
+    thread.ready = nullptr;
+    progress = true;
+    threadIdx_ = thread.index;
+    if (!_setjmp(scheduler)) {
+      if (thread.started) _longjmp(thread.env, 1);
+      thread.started = true;
+      setcontext(&thread.context);
+    }
+  }
+  return progress;
+}
+// Threads in the order of the schedule. Where warps go one by one, the first of every four is before all second ones.
+std::vector<int> thread_order() {
   const int n = static_cast<int>(threads.size());
   std::vector<int> order(n);
   for (int i = 0; i < n; ++i) order[i] = late ? i : n - 1 - i;
+  if (!by_warp) return order;
+  std::stable_sort(order.begin(), order.end(), [](int a, int b) {
+    const auto rank = [](int t) { return std::pair(warp_of(t) % 4, warp_of(t)); };
+    return by_warp > 0 ? rank(a) < rank(b) : rank(b) < rank(a);
+  });
+  return order;
+}
+
+void run_block() {
+  const int n = static_cast<int>(threads.size());
+  const std::vector<int> order = thread_order();
   for (;;) {
-    bool progress = false, alive = false;
     moved = false;
-    for (int t : order) {
-      Thread& thread = threads[t];
-      if (thread.finished) continue;
-      alive = true;
-      current = t;
-      if (thread.ready && !thread.ready()) continue;
-      thread.ready = nullptr;
-      progress = true;
-      threadIdx_ = thread.index;
-      if (!_setjmp(scheduler)) {
-        if (thread.started) _longjmp(thread.env, 1);
-        thread.started = true;
-        setcontext(&thread.context);
-      }
-    }
+    ++turn;
+    bool progress = false;
+    if (!by_warp) progress = run_threads(order.data(), order.data() + n);
+    for (int at = 0; by_warp && at < n; at += 32)  // each warp as far as it can go
+      while (run_threads(order.data() + at, order.data() + std::min(at + 32, n))) progress = true;
+    const bool alive = std::any_of(threads.begin(), threads.end(), [](const Thread& t) { return !t.finished; });
     current = -1;
     if (!alive) break;
     if (progress || moved) continue;
@@ -186,13 +207,15 @@ void sync_block(const char* what, int id, int count, bool blocking) {
     b.sum = b.arrived = 0;
     ++b.generation;
     b.completed = b.arriving;
+    b.turn = turn;
     return true;
   };
   if (!blocking) {
     complete();
     return;
   }
-  block(std::string(what) + " " + std::to_string(id), complete);
+  // Warps that go one by one go on in the next turn: who comes last does not run ahead of the others.
+  block(std::string(what) + " " + std::to_string(id), [&b, complete] { return complete() && !(by_warp && b.turn == turn); });
   join(me().clocks, b.completed);
 }
 int sync_count(int predicate, int* all) {
@@ -344,10 +367,11 @@ extern "C" void dsv41_entry(void* shared, void* const* slots);
 // Runs the whole grid; returns the problem found, or null.
 extern "C" const char* emu_run(const unsigned* grid, const unsigned* block, size_t shared_bytes, void* const* slots,
                                void* arena_base, size_t arena_bytes, int count, const char* const* names,
-                               const size_t* begin, const size_t* size, int late_schedule, int uninitialised,
+                               const size_t* begin, const size_t* size, int schedule, int uninitialised,
                                int seconds) {
   using namespace emu;
-  late = late_schedule;
+  late = schedule == 1;
+  by_warp = schedule < 2 ? 0 : schedule == 2 ? 1 : -1;
   allow_uninitialised = uninitialised;
   arena = static_cast<uint8_t*>(arena_base);
   arena_size = arena_bytes;

@@ -113,7 +113,7 @@ struct Rendezvous {
 };
 struct BlockBarrier {
   int arrived = 0, needed = 0, sum = 0, total = 0, seen = 0;
-  uint64_t generation = 0;
+  uint64_t generation = 0, turn = 0;  // turn: of the last meeting
   Clocks arriving, completed;
 };
 struct Region {
@@ -137,7 +137,9 @@ std::map<uint64_t*, Barrier> barriers;
 std::map<std::pair<int, uint32_t>, Rendezvous> meetings;
 std::map<int, BlockBarrier> block_barriers;
 int late, allow_uninitialised;
-bool moved;  // a copy landed in this pass
+int by_warp;    // warps go one by one, in this order (1 or -1); 0: all threads take turns
+uint64_t turn;  // of all threads or warps
+bool moved;     // a copy landed in this pass
 std::function<void()> entry;
 pthread_t owner;
 struct sigaction old_segv, old_alarm;
