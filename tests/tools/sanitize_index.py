@@ -4,8 +4,8 @@ compute-sanitizer --tool memcheck python -m tests.tools.sanitize_index
 compute-sanitizer --tool racecheck python -m tests.tools.sanitize_index racecheck
 
 Racecheck takes what a warp did after its n-th barrier for earlier than what another one did after its n+1-th,
-also when groups of warps have met at barriers of their own, some more often than others. It follows mbarriers:
-for it, the parts of a block meet at those, in the same places.
+also when groups of warps have met at barriers of their own, some more often than others. It follows
+mbarriers: for it, the parts of a block meet at those, in the same places.
 """
 
 import sys

@@ -295,9 +295,7 @@ __device__ void body(const float* x, uint16_t* bf, uint16_t* half_, uint8_t* fp8
 
 @pytest.mark.parametrize("schedule", ["first", "last"])
 def test_a_warp_runs_ahead(schedule: str) -> None:
-    """How many arrivals of a round each warp of four sees before their barrier: the one that is ahead its own,
-    the next one two.
-    """
+    """How many arrivals of a round each warp of four sees before the barrier: who is ahead only its own."""
     source = """
 __device__ void body(int* out, int* count) {
   const int t = threadIdx.x, warp = t / 32, group = warp / 4;
