@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from dsv41_reference import cache as _reference
 
-from ._op import check, check_sizes
+from ._op import check, check_sizes, check_tensor
 
 LAYOUTS = ("mxfp8", "nvfp4", "mxfp4", "v4", "fp8", "bf16")
 
@@ -96,6 +96,7 @@ class PagedKV:
         """Records at ``slots`` [N] (int) as f32 [N, dim]; zeros where the slot is negative. For tests and
         tools.
         """
+        check_tensor("PagedKV.read", "slots", slots, (None,), torch.int32, torch.int64, like=self.pages)
         return _reference.read_rows(self.pages, self.record.layout, self.record.dim, slots)
 
 
@@ -115,6 +116,11 @@ def page_slots(
 
     Contract: no host sync; any device.
     """
+    name, whole = "page_slots", (torch.int32, torch.int64)
+    check_tensor(name, "page_table", page_table, (None, None), *whole)
+    check_tensor(name, "request_ids", request_ids, (None,), *whole, like=page_table)
+    check_tensor(name, "entry_ids", entry_ids, (len(request_ids), None), *whole, like=page_table)
+    check_sizes(name, 1, page_size=page_size)
     return PageRows.of(request_ids, page_table).slots(entry_ids, page_size)
 
 

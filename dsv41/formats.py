@@ -189,6 +189,7 @@ class MXFP4Experts:
         check(tensors, name, "four tensors", type(self.w13).__name__)
         _check_device(name, self.w13, w13_scale=self.w13_scale, w2=self.w2, w2_scale=self.w2_scale)
         check(self.w13.dim() == 3, name, "w13: [num_experts, 2 * inter, hidden/2] uint8", self.w13)
+        check(isinstance(self.layout, str), name, "layout: a name", self.layout)
         if not self.layout.startswith("plain"):
             return
         experts, inter, hidden = self.w13.shape[0], self.w13.shape[1] // 2, self.w13.shape[2] * 2

@@ -11,16 +11,16 @@ import torch
 
 import dsv41
 from dsv41 import V41FlashConfig, ops
-from dsv41.cache import Record
-from dsv41.formats import quantize_mxfp4, quantize_mxfp8, quantize_nvfp4
-from dsv41.layers import V41State
+from dsv41.cache import PagedKV, Record, page_slots
+from dsv41.formats import MXFP4Experts, quantize_mxfp4, quantize_mxfp8, quantize_nvfp4
+from dsv41.layers import V41Flash, V41State
 from dsv41.layers.expert_parallel import ExpertParallel, even_map
 from dsv41.memory import MemoryPlan
-from dsv41.ops.exchange import Exchange, LocalTransport
+from dsv41.ops.exchange import Exchange, LocalTransport, record_bytes, usual_capacity
 from dsv41.ops.verify import RaggedSplit, Verified
-from dsv41.spec import DecodeGraphs
+from dsv41.spec import DecodeGraphs, default_sizes
 from tests.ops.rows import same
-from tests.test_api import CASES, VIEWS, WITH_OUT, call, copied, rebuilt
+from tests.test_api import CASES, VIEWS, WITH_OUT, call, copied, ints, rebuilt
 
 # Values that no parameter of a type takes; for floats those below 0 too, except where any sign is good.
 WRONG: dict[type, list[Any]] = {
@@ -251,8 +251,22 @@ AROUND: dict[str, tuple[Callable[[], Callable[..., Any]], dict[str, Any]]] = {
     "quantize_mxfp8": (lambda: quantize_mxfp8, {"x": X}),
     "quantize_nvfp4": (lambda: quantize_nvfp4, {"x": X}),
 }
-# Words that are open: names of devices.
-OPEN = {("prepare", "device"), ("V41State.allocate", "device"), ("ExpertParallel", "device")}
+AROUND |= {
+    "default_sizes": (lambda: default_sizes, {"requests": 4, "block": 2}),
+    "page_slots": (
+        lambda: page_slots,
+        {"entry_ids": ints(2, 3), "request_ids": ints(2), "page_table": ints(4, 2), "page_size": 4},
+    ),
+    "record_bytes": (lambda: record_bytes, {"hidden": 64}),
+    "usual_capacity": (lambda: usual_capacity, {"tokens": 4, "top_k": 2, "ranks": 2}),
+}
+# Words that are open: names of devices, and of the kernel that packed weights.
+OPEN = {
+    ("MXFP4Experts", "layout"),
+    ("prepare", "device"),
+    ("V41State.allocate", "device"),
+    ("ExpertParallel", "device"),
+}
 
 
 @pytest.mark.parametrize("name", AROUND)
@@ -264,3 +278,72 @@ def test_scalars_around_the_ops(name: str) -> None:
         if (name, label) not in OPEN
     ]
     assert not [line for line in found if line]
+
+
+with torch.device("meta"):
+    MODEL = V41Flash(CFG)
+TOKENS, CU = torch.zeros(4, dtype=torch.int32), torch.tensor([0, 2, 4], dtype=torch.int32)
+STEP: dict[str, Any] = {
+    "tokens": TOKENS.to("meta"),
+    "positions": TOKENS.to("meta"),
+    "state": V41State.allocate(CFG, 2, 64, device="meta"),
+    "cu_seqlens": CU.to("meta"),
+}
+KV = PagedKV(torch.zeros(2, 4, Record("mxfp8", 64).bytes, dtype=torch.uint8), Record("mxfp8", 64))
+# Name in the sentence: (function, arguments, those that take an object of one kind).
+OBJECTS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = {
+    "DecodeGraphs": (DecodeGraphs, AROUND["DecodeGraphs"][1], ("model", "state", "confidence", "sizes")),
+    "DecodeGraphs.admit": (decoding().admit, AROUND["DecodeGraphs.admit"][1], ("anchor",)),
+    "Exchange.dispatch": (
+        Exchange(LocalTransport.group(1)[0], 2, 4).dispatch,
+        {"x": quantize_mxfp8(X), "slots": ints(32, 2), "weights": torch.ones(32, 2)},
+        ("x", "slots"),
+    ),
+    "ExpertParallel": (
+        ExpertParallel,
+        AROUND["ExpertParallel"][1],
+        ("transport", "physical_to_logical", "table"),
+    ),
+    "MXFP4Experts": (MXFP4Experts, vars(CASES["mxfp4_moe"](1)["experts"]), ("layout",)),
+    "PagedKV": (PagedKV, {"pages": KV.pages, "record": KV.record}, ("pages", "record")),
+    "PagedKV.read": (KV.read, {"slots": ints(3)}, ("slots",)),
+    "V41Flash": (V41Flash, {"cfg": CFG}, ("cfg", "token_map", "ep_group")),
+    "V41Flash ": (
+        MODEL.forward,
+        STEP,
+        ("tokens", "positions", "state", "cu_seqlens", "max_len", "rows", "draft_inputs"),
+    ),
+    "V41Flash  ": (MODEL.attach_engram, {"layer": CFG.engram.layers[0], "store": None}, ("store",)),
+    "V41State.allocate": (V41State.allocate, AROUND["V41State.allocate"][1], ("cfg",)),
+    "V41State.rollback": (V41State.allocate(CFG, 2, 64).rollback, {"lens": ints(2)}, ("lens",)),
+    "page_slots": (page_slots, AROUND["page_slots"][1], ("entry_ids", "request_ids", "page_table")),
+    "plan_memory": (dsv41.plan_memory, {"cfg": CFG, "device_bytes": 1}, ("cfg", "engram")),
+    "prepare": (dsv41.prepare, {"cfg": CFG, "device": "cpu"}, ("cfg",)),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_around_the_ops(name: str) -> None:
+    function, arguments, labels = OBJECTS[name]
+    found = []
+    for label in labels:
+        wrongs: list[Any] = [2.5, "x", object(), {"a": 1}, torch.ones(3, 3), [None]]
+        parameter = inspect.signature(function).parameters.get(label)
+        optional = parameter is None or parameter.default is not parameter.empty
+        wrongs += [] if optional else [None]
+        taken = ("x",) if (name, label) in OPEN else ()
+        found += [
+            sentence(function, arguments, name.strip(), label, wrong)
+            for wrong in wrongs
+            if not (isinstance(wrong, str) and wrong in taken)
+        ]
+    assert not [line for line in found if line]
+
+
+def test_a_bound_below_the_longest_request_is_refused() -> None:
+    """The rings would be written as for fewer rows. Known at once where the lengths are on the host."""
+    with torch.device("cpu"):
+        state = V41State.allocate(CFG, 2, 64)
+    model = V41Flash(CFG)
+    with pytest.raises(ValueError, match="V41Flash: expected max_len: an integer of 2 or more, got 1"):
+        model(TOKENS, TOKENS, state, cu_seqlens=CU, max_len=1)

@@ -54,7 +54,10 @@ class ExpertParallel:
         device: torch.device | str = "cpu",
         settings: dict[str, str] | None = None,
     ):
-        name, self.rank, self.size = "ExpertParallel", transport.rank, transport.size
+        name = "ExpertParallel"
+        ranks = all(isinstance(getattr(transport, n, None), int) for n in ("rank", "size"))
+        check(ranks, name, "transport: a Transport", transport)
+        self.rank, self.size = transport.rank, transport.size
         check_sizes(name, 1, num_experts=num_experts)
         if capacity is not None:
             check_sizes(name, 1, capacity=capacity)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._op import check, check_tensor, check_values
+from .._op import check, check_flags, check_sizes, check_tensor, check_values
 from ..config import V41FlashConfig
 from ..formats import MXFP8
 from ..ops import engram_gate, engram_hash, linear, mhc_collapse, rms_norm
@@ -85,8 +85,11 @@ class V41Flash(nn.Module):
             ep_group: the ranks that share the routed experts of the layers; None holds them all here.
         """
         super().__init__()
+        check(isinstance(cfg, V41FlashConfig), "V41Flash", "cfg: V41FlashConfig", cfg)
+        check_flags("V41Flash", drafter=drafter)
         self.cfg, self.ep = cfg, ep_group
         if ep_group is not None:
+            check(isinstance(ep_group, ExpertParallel), "V41Flash", "ep_group: ExpertParallel", ep_group)
             there, wanted = tuple(ep_group.counts.shape), (cfg.num_layers, cfg.num_experts)
             check(there == wanted, "V41Flash", f"an ep_group of {wanted} layers and experts", there)
         self.embed = Weight(cfg.vocab_size, cfg.hidden)
@@ -108,6 +111,7 @@ class V41Flash(nn.Module):
 
     def attach_token_map(self, token_map: TokenMap) -> None:
         """Use these token classes; they must be as many as the tables were hashed with."""
+        check(isinstance(token_map, TokenMap), "V41Flash", "token_map: TokenMap", token_map)
         token_map.check_config(self.cfg)
         self.token_map = token_map
         self._on_device.clear()
@@ -115,6 +119,8 @@ class V41Flash(nn.Module):
     def attach_engram(self, layer: int, store: EngramStore) -> None:
         """Read the Engram table of ``layer`` from ``store``."""
         check(layer in self.cfg.engram.layers, "V41Flash", f"layer: one of {self.cfg.engram.layers}", layer)
+        reads = callable(getattr(store, "lookup", None))
+        check(reads, "V41Flash", "store: an EngramStore", store)
         engram = self.layers[layer].engram
         assert isinstance(engram, Engram)
         engram.store = store
@@ -329,8 +335,9 @@ class V41Flash(nn.Module):
         rows: torch.Tensor | None,
         draft_inputs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, int]:
-        name, count = "V41Flash", tokens.shape[0]
+        name = "V41Flash"
         check_tensor(name, "tokens", tokens, (None,), torch.int32, torch.int64, like=self.embed.weight)
+        count = tokens.shape[0]
         check_tensor(name, "positions", positions, (count,), torch.int32, like=tokens)
         check(isinstance(state, V41State), name, "state: V41State", state)
         check(state.cfg == self.cfg, name, "a state of the same config", "another")
@@ -348,11 +355,14 @@ class V41Flash(nn.Module):
         if draft_inputs is not None:
             width = len(self.cfg.draft.target_layers) * self.cfg.hidden
             check_tensor(name, "draft_inputs", draft_inputs, (count, width), torch.bfloat16, like=tokens)
+        longest = count
+        if tokens.device.type == "cpu" and state.num_requests:
+            longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+            if max_len is not None:
+                check_sizes(name, max(0, longest), max_len=max_len)
         if max_len is None:
-            on_cpu = tokens.device.type == "cpu"
-            max_len = (
-                int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if on_cpu and state.num_requests else count
-            )
+            max_len = longest
+        check_sizes(name, max_len=max_len)
         if check_values():
             self._check_values(tokens, positions, state, cu_seqlens.tolist(), max_len)
         return cu_seqlens, max_len

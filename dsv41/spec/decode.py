@@ -25,6 +25,7 @@ Size = tuple[int, int]
 
 def default_sizes(requests: int, block: int) -> list[Size]:
     """A grid of (requests, tokens): powers of two, with no draft each, one, two, half a block and all."""
+    check_sizes("default_sizes", requests=requests, block=block)
     powers = [1 << i for i in range((requests - 1).bit_length())]
     drafts = sorted({0, 1, 2, -(-block // 2), block} if block else {0})
     return [(r, r * (1 + k)) for r in [*powers, requests] for k in drafts if k <= block]
@@ -100,7 +101,8 @@ class DecodeGraphs:
         check(count > 0, name, "a state with requests", count)
         self.model, self.state, self.drafter, self.mode = model, state, drafter, mode
         self.confidence, self.count = confidence, count
-        self.block = 1 if drafter is None else drafter.block_size
+        self.block: int = 1 if drafter is None else getattr(drafter, "block_size", 0)
+        check(self.block >= 1, name, "drafter: what has a block_size and drafts", drafter)
         back = drafter is None or self.block <= state.max_rollback
         check(back, name, f"a state that takes back {self.block} tokens", state.max_rollback)
         known = sizes is None or isinstance(sizes, Iterable)
@@ -172,7 +174,9 @@ class DecodeGraphs:
         check_sizes(name, 0, self.count - 1, request=request)
         if not isinstance(anchor, torch.Tensor):
             check_sizes(name, anchor=anchor)
-        check(not isinstance(anchor, torch.Tensor) or anchor.numel() == 1, name, "anchor: one token", anchor)
+        else:
+            one = anchor.numel() == 1 and anchor.dtype in (torch.int32, torch.int64)
+            check(one, name, "anchor: one token id", anchor)
         check_sizes(name, 0, self.state.capacity, length=length)
         check_sizes(name, 1, 2**31 - 1, left=left)
         check_numbers(name, -math.inf, temperature=temperature)

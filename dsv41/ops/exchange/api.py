@@ -32,6 +32,7 @@ __all__ = [
 
 def record_bytes(hidden: int) -> int:
     """Bytes of one row on its way: 16, the values, the scales, padded to a multiple of 16."""
+    check_sizes("record_bytes", 1, hidden=hidden)
     return -(-(16 + hidden + hidden // 32) // 16) * 16
 
 

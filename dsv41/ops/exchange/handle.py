@@ -50,6 +50,8 @@ class Exchange:
             Flight. Whatever is computed between this and its ``wait`` overlaps with the transfer.
         """
         name, t = "Exchange.dispatch", self.transport
+        check(isinstance(x, MXFP8), name, "x: MXFP8", x)
+        check_tensor(name, "slots", slots, (x.values.shape[0], None), torch.int32, like=x.values)
         capacity = None if exact else self.capacity
         check(exact or capacity is not None, name, "a capacity, or exact=True", None)
         ranks: dict[str, Any] = {"num_ranks": t.size, "slots_per_rank": self.slots_per_rank}
@@ -125,4 +127,6 @@ class Flight:
 
 def usual_capacity(tokens: int, top_k: int, ranks: int) -> int:
     """A capacity for steps of up to ``tokens`` tokens a rank: half as much again as the mean, in sixteens."""
+    check_sizes("usual_capacity", tokens=tokens)
+    check_sizes("usual_capacity", 1, top_k=top_k, ranks=ranks)
     return min(tokens * top_k, -(-tokens * top_k * 3 // (2 * ranks * 16)) * 16)
