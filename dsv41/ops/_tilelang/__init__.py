@@ -3,6 +3,9 @@
 A kernel whose speed needs registers laid out by hand (measured: see docs/ops/moe.md) is a TileLang kernel
 around one device function from a ``.cuh`` file beside it. These functions use only ``hopper.cuh`` and plain
 CUDA C++, so that the tests run them on a CPU.
+
+Kernels of little work begin with ``T.pdl_sync(); T.pdl_trigger()``: they may be launched before the one in
+front of them has ended, wait there for its end, and let the one behind them be launched.
 """
 
 from pathlib import Path

@@ -49,6 +49,8 @@ def _write(layout, dim, norm, rounded, pairs, arch):
     ):
         with T.Kernel(T.ceildiv(count, WARPS), threads=32 * WARPS) as _:
             T.import_source(text)
+            T.pdl_sync()
+            T.pdl_trigger()
             T.call_extern(
                 "handle",
                 name,
@@ -92,6 +94,8 @@ def _copy(arch):
     ):
         with T.Kernel(T.ceildiv(count, WARPS), threads=32 * WARPS) as _:
             T.import_source(text)
+            T.pdl_sync()
+            T.pdl_trigger()
             T.call_extern(
                 "handle",
                 "records::copy",
@@ -134,6 +138,8 @@ def _pairs(arch):
     ):
         with T.Kernel(count, threads=128) as _:
             T.import_source(text)
+            T.pdl_sync()
+            T.pdl_trigger()
             T.call_extern(
                 "handle",
                 "records::pairs",

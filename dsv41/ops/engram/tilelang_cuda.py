@@ -46,6 +46,8 @@ def _gate(hidden, streams, arch):
     ):
         with T.Kernel(T.min(count, BLOCKS), threads=hidden // 8) as _:
             T.import_source(text)
+            T.pdl_sync()
+            T.pdl_trigger()
             shared = T.alloc_shared((size,), T.uint8)
             T.call_extern(
                 "handle", call, x, x_token, x_stream, kv, kv_token, q_weight, q_stride, k_weight, k_stride,

@@ -42,6 +42,8 @@ def _rms_norm(width, quantized, arch):
     ):
         with T.Kernel(blocks, threads=32 * max(w, 4 if w == 1 else w)) as _:
             T.import_source(text)
+            T.pdl_sync()
+            T.pdl_trigger()
             shared = T.alloc_shared((128,), T.uint8)
             T.call_extern(
                 "handle", call, x, x_stride, weight, count, eps, out, out_stride, floor,
@@ -75,6 +77,8 @@ def _rope(dim, pairs, in_place, arch):
     ):
         with T.Kernel(blocks, threads=ROPE_THREADS) as _:
             T.import_source(text)
+            T.pdl_sync()
+            T.pdl_trigger()
             T.call_extern(
                 "handle", call, x, x_token, x_head, tokens, heads, cos, cos_stride, sin, sin_stride, inverse,
                 out.access_ptr("w"), out_token, out_head,

@@ -41,6 +41,8 @@ def _rows(form, bf16, width, unroll, arch):
     ):
         with T.Kernel(blocks, threads=THREADS) as _:
             T.import_source(source)
+            T.pdl_sync()
+            T.pdl_trigger()
             T.call_extern(
                 "handle", call, x, x_stride, count, floor, values.access_ptr("w"), values_stride,
                 scale, scale_stride,
@@ -70,6 +72,8 @@ def _swiglu(inter, round_bf16, unroll, arch):
     ):
         with T.Kernel(blocks, threads=THREADS) as _:
             T.import_source(source)
+            T.pdl_sync()
+            T.pdl_trigger()
             T.call_extern(
                 "handle", call, x, x_stride, count, weight, limit, floor, values.access_ptr("w"),
                 values_stride, scale, scale_stride,

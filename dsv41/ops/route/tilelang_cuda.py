@@ -42,6 +42,8 @@ def _route(experts, top_k, unit, arch):
     ):
         with T.Kernel(T.ceildiv(count, 4), threads=128) as _:
             T.import_source(text)
+            T.pdl_sync()
+            T.pdl_trigger()
             T.call_extern(
                 "handle", call, logits, stride, bias, image_bias, image, temperature, scale,
                 ids.access_ptr("w"), ids_stride, weights, weights_stride, count,
