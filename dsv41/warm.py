@@ -31,6 +31,7 @@ Call = tuple[Op, tuple[Any, ...]]
 # Of these arguments only so many bytes are made, of the first rows: zeros of ids read nothing behind them.
 TABLES = {"engram_lookup": ("values", "scale"), "mxfp4_moe": ("w13", "w13_scale", "w2", "w2_scale")}
 MOST_BYTES = 256 << 20
+PACKED = "hopper exact 127 127"  # a layout of `pack_experts`
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ def calls(
                 )
             _prefill(model, state, step_tokens)
         for requests in {r for r, _ in default_sizes(max_requests, 0)}:
-            _split(requests, cfg.draft.block_size if drafter else 1)
+            for block in {1, cfg.draft.block_size if drafter else 1}:  # steps without a drafter have one column
+                _split(requests, block)
     return list(found.values())
 
 
@@ -170,7 +172,7 @@ def packed(op: Op, args: tuple[Any, ...], target: Target) -> tuple[Any, ...]:
     if op.name != "mxfp4_moe":
         return args
     at = [a.name for a in op._call._schema.arguments].index("layout")
-    other = (*args[:at], "hopper", *args[at + 1 :])
+    other = (*args[:at], PACKED, *args[at + 1 :])
     taken = any(reason is None for name, reason in op.explain(target, other) if name != "torch")
     return other if taken else args
 

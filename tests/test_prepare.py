@@ -73,8 +73,9 @@ def test_launches_ask_for_nothing_that_is_not_compiled(monkeypatch: pytest.Monke
     for op, args in flash_calls():
         args = warm.packed(op, args, SM90)
         forms = [args]
-        for layout in ("hopper exact 119 120", "hopper fp8 119 120") if op.name == "mxfp4_moe" else ():
-            forms.append(tuple(layout if a == "hopper" else a for a in args))
+        others = ("hopper fp8 119 120", "hopper exact 119 120 mixed", "hopper fp8 119 120 mixed")
+        for layout in others if op.name == "mxfp4_moe" else ():
+            forms.append(tuple(layout if isinstance(a, str) and a == warm.PACKED else a for a in args))
         kernel = op.select(SM90, args)
         for form in forms if kernel == "tilelang_cuda" else ():
             op.load(kernel)(*form)

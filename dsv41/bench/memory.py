@@ -20,6 +20,7 @@ from ..formats import E4M3, E8M0
 from ..layers import V41Flash, V41State
 from ..layers.engram import MemoryEngramStore, TokenMap
 from ..layers.moe import Experts
+from ..warm import PACKED
 from . import results
 
 
@@ -83,7 +84,7 @@ def real_model(cfg: V41FlashConfig, ep: int) -> V41Flash:
     model = memory.rank_model(cfg, classes, cfg.num_experts, cfg.draft.num_experts, True, group)
     for module in model.modules():
         if isinstance(module, Experts):
-            module.layout = "hopper"
+            module.layout = PACKED
         for name, meta in list(module.named_parameters(recurse=False)):
             kind = torch.uint8 if meta.dtype == E8M0 else meta.dtype
             made = torch.empty(meta.shape, dtype=kind, device="cuda").view(meta.dtype)

@@ -62,7 +62,7 @@ class ExpertParallel:
         if capacity is not None:
             check_sizes(name, 1, capacity=capacity)
         given = as_tensor(name, "physical_to_logical", physical_to_logical)
-        good = given.dim() == 2 and given.numel() and not given.is_floating_point()
+        good = given.dim() == 2 and given.numel() > 0 and not given.is_floating_point()
         check(good, name, "physical_to_logical: [num_layers, slots] of integers", given)
         p2l = given.to("cpu", torch.int64, copy=True)
         wanted = f"slots that {self.size} ranks share evenly"
