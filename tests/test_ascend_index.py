@@ -1,6 +1,7 @@
 """The Ascend indexer: choice, blocks and runs of requests from the emitted Ascend C, scores of the reference.
 
-Scores are a product of cube cores, which the emulation does not have: `tests/test_lowering.py` looks at them.
+The choice is exact for given scores. Those of the kernel are held against the reference in
+`test_ascend_cube.py`.
 """
 
 import functools
@@ -13,6 +14,8 @@ from dsv41_reference import index as ref
 from dsv41_reference.cache import in_range, read_rows
 
 from dsv41 import ops
+from dsv41._op import ops as operators
+from dsv41.support import TARGETS
 from tests.ops.test_index_hopper import Scene
 from tests.tools import ascend_emu
 from tests.tools.ascend_emu import EmulationError
@@ -147,3 +150,28 @@ def test_faults_are_seen(fault: str) -> None:
             assert not torch.equal(got, want)
         except EmulationError:
             pass
+
+
+@pytest.mark.parametrize(
+    "place, value, reason",
+    [
+        (
+            0,
+            torch.zeros(8, 24, 64, dtype=torch.uint8),
+            "heads, a power of two, of a multiple of 64, got 24 of 128",
+        ),
+        (6, "v4", "mxfp4 or fp8 keys, got v4"),
+        (9, 12, "candidate blocks of a power of two up to 128, got 12"),
+        (10, torch.zeros(8, 4096, dtype=torch.int32), "top_k and num_candidates up to 2048, got 4096 and 16"),
+        (3, torch.zeros(16, dtype=torch.int32)[::2], "contiguous tensors beside keys and page table"),
+    ],
+)
+def test_refusals(place: int, value: Any, reason: str) -> None:
+    """A sentence for what the kernels do not take; what they take has none."""
+    ids, new = (torch.zeros(8, n, dtype=torch.int32) for n in (24, 16))
+    args: list[Any] = [*scene("mxfp4").args(), None, 8, ids, new, torch.zeros(0)]
+    told = dict(operators()["index_topk"].explain(TARGETS["Ascend 950"], tuple(args)))
+    assert told["tilelang_npu"] is None
+    args[place] = value
+    told = dict(operators()["index_topk"].explain(TARGETS["Ascend 950"], tuple(args)))
+    assert (told["tilelang_npu"] or "").endswith(reason)

@@ -1,6 +1,6 @@
 """Products on the cube cores of an Ascend 950: plain, MXFP8, and with weights that vector cores expand.
 
-Lowered to Ascend C and looked at; neither emulated nor run.
+Emulated, but for the product itself, and looked at in Ascend C; never run.
 """
 
 import tilelang.ascend.language as T

@@ -1,6 +1,6 @@
 """sparse_attn on Ascend: a token a cube core, whose vector core decodes records and takes the softmax.
 
-Lowered, not run and not emulated. Keys pass twice: once for the maximum and the sum of a row, once for its
+Emulated, never run. Keys pass twice: once for the maximum and the sum of a row, once for its
 values, so that nothing is rescaled on the way and the sums stay in the cube core. Keys are decoded to bf16,
 and their products are taken at that rate.
 """

@@ -1,7 +1,7 @@
 """Index queries, scores and the choice of the largest on Ascend.
 
-Scores are products of cube cores (lowered, not run); all else is done by vector cores. `index_topk` goes over
-chunks of entries whose scores fit its scratch, and merges the best of each into the best so far.
+Scores are products of cube cores, all else is done by vector cores: emulated, never run. `index_topk` goes
+over chunks of entries whose scores fit its scratch, and merges the best of each into the best so far.
 """
 
 import tilelang.ascend.language as T
@@ -319,6 +319,11 @@ def _longest(together):
     return build(longest)
 
 
+def held_byte(page, stored, otherwise):
+    """A byte of a page, ``otherwise`` where there is no page."""
+    return T.if_then_else(page >= 0, stored, T.uint8(otherwise))
+
+
 @compiled
 def _scores(heads, dim, layout, page):
     """scores[t, j] of the entries from ``first`` on that a query sees; -inf where no page is held.
@@ -393,19 +398,21 @@ def _scores(heads, dim, layout, page):
                                         p = table[request_ids[token], entry // page]
                                     where[i] = T.if_then_else((p >= 0) & (p < pages), p, -1)
                                     line[i] = entry % page
-                                for i, j in T.Parallel(KEYS, key_bytes):
-                                    stored = keys[where[i], line[i] * key_bytes + j]
-                                    byte = T.cast(T.if_then_else(where[i] >= 0, stored, T.uint8(0)), T.int32)
+                                for i, j in T.Parallel(KEYS, dim // 2):
                                     if fp4:
+                                        stored = keys[where[i], line[i] * key_bytes + j]
+                                        byte = T.cast(held_byte(where[i], stored, 0), T.int32)
                                         wide[cube.at(i, 2 * j)] = cube.e2m1_as_e4m3(byte)
                                         wide[cube.at(i, 2 * j + 1)] = cube.e2m1_as_e4m3(byte >> 4)
                                     else:
-                                        wide[cube.at(i, j)] = T.cast(byte, T.uint8)
-                                for i, g in T.Parallel(KEYS, dim // 32):
+                                        low = keys[where[i], line[i] * key_bytes + 2 * j]
+                                        high = keys[where[i], line[i] * key_bytes + 2 * j + 1]
+                                        wide[cube.at(i, 2 * j)] = held_byte(where[i], low, 0)
+                                        wide[cube.at(i, 2 * j + 1)] = held_byte(where[i], high, 0)
+                                for g, i in T.Parallel(dim // 32, KEYS):
                                     if fp4:
                                         stored = keys[where[i], page * key_bytes + line[i] * scale_bytes + g]
-                                        code = T.if_then_else(where[i] >= 0, stored, T.uint8(127))
-                                        codes[cube.scale_at(i, g)] = code
+                                        codes[cube.scale_at(i, g)] = held_byte(where[i], stored, 127)
                                     else:
                                         codes[cube.scale_at(i, g)] = T.uint8(127)
                                 if not fp4:
@@ -416,8 +423,8 @@ def _scores(heads, dim, layout, page):
                                             stored = keys[
                                                 where[i], page * key_bytes + line[i] * scale_bytes + n
                                             ]
-                                            byte = T.if_then_else(where[i] >= 0, stored, T.uint8(0))
-                                            bits = bits | T.cast(byte, T.int32) << (8 * n)
+                                            byte = T.cast(held_byte(where[i], stored, 0), T.int32)
+                                            bits = bits | byte << (8 * n)
                                         factor[i] = T.reinterpret(bits, T.float32)
                             cube.to_l1(wide, b, KEYS, dim)
                             cube.scales_to_l1(codes, b_scale, KEYS, dim)

@@ -1,4 +1,4 @@
-"""Linears on Ascend cube cores: lowered, not run."""
+"""Linears on Ascend cube cores: emulated, never run."""
 
 import torch
 

@@ -1,6 +1,6 @@
 """mxfp4_moe on Ascend: rows sorted by expert, weights expanded to FP8 by vector cores beside the products.
 
-Lowered, not run.
+Emulated, never run.
 """
 
 import torch

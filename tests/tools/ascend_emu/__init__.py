@@ -1,15 +1,17 @@
 """Runs Ascend C that TileLang emits on a CPU: g++ compiles the same text against a small set of headers.
 
-Cores run one after the other, the threads of a SIMT function as fibers. Reported: accesses outside of the
-unified buffer or of a tensor, reads of unified buffer that was never written, two threads (or two cores)
-or pipes that touch a byte without a barrier or notification between them, barriers that not every thread
-reaches, waits that nothing notified.
+Cores run one after the other, the threads of a SIMT function as fibers; a cube core and the vector core
+beside it take turns. Reported: accesses outside of an on-chip memory or of a tensor, reads of on-chip memory
+that nobody wrote, two threads (or two cores) or pipes that touch a byte without a barrier or notification
+between them, barriers that not every thread reaches, waits that nothing notified.
 
 It proves numerics and indexing, not that CANN means the same by its names. Assumed, from names and from
 TileLang's templates (none of it checked against CANN or a device): ``asc_copy_*_align`` copies bursts with
 strides in bytes; a warp is 32 threads; ``asc_reduce_*`` combines all lanes of a warp; conversions round to
-nearest even; E4M3 saturates; ``expf``, ``logf`` and the like are accurate. Not modelled: caches between
-cores, timing, cube cores.
+nearest even; E4M3 saturates; ``expf``, ``logf`` and the like are accurate; tiles lie in L1 and L0C as
+TileLang's layouts say, and a product's sums are float32 in the order of its values. TileLang's own templates
+of products (``gemm.h``: the way from L1 through L0A and L0B) are replaced by loops. Not modelled: caches
+between cores, timing, the second vector core of a pair.
 """
 
 import contextlib
@@ -34,8 +36,9 @@ _CHECKED = [
     "--param", "asan-instrumentation-with-call-threshold=0",
     "--param", "asan-stack=0", "--param", "asan-globals=0",
 ]  # fmt: skip
-_UB = re.compile(r"(__ubuf__ (\w+) \*\w+ = )\(__ubuf__ \w+ \*\)0;")  # the unified buffer begins at 0
-_HEAD = re.compile(r'extern "C" __global__ __vector__ void (\w+)\(([^)]*)\)')
+_MEMORY = re.compile(r"(__(ubuf|cbuf|cc)__ (\w+) \*\w+ = )\(__\w+__ \w+ \*\)0;")  # each memory begins at 0
+_PLACE = {"ubuf": "ub", "cbuf": "l1", "cc": "l0c"}
+_HEAD = re.compile(r'extern "C" __global__ (__\w+__(?:\(1, 2\))?) void (\w+)\(([^)]*)\)')
 _GUARD = 4096
 
 
@@ -55,12 +58,16 @@ class Emulated:
 
     def __init__(self, func: Any, cores: int, edit: Callable[[str], str] = lambda source: source) -> None:
         self.func, self.cores = func, cores
-        self.source = _UB.sub(r"\1reinterpret_cast<\2*>(emu::ub());", edit(ascend_source(func)))
+        self.source = _MEMORY.sub(
+            lambda m: f"{m[1]}reinterpret_cast<{m[3]}*>(emu::{_PLACE[m[2]]}());", edit(ascend_source(func))
+        )
         found = _HEAD.search(self.source)
-        assert found is not None, "one vector kernel in the source"
-        self.name = found[1]
+        assert found is not None, "one kernel in the source"
+        self.name, self.units = found[2], 2 if "mix" in found[1] else 1
+        if found[1] != "__vector__":
+            self.cores = importlib.import_module("dsv41.ops._ascend.tilelang_cube").CORES
         # The kernel's parameters are in an order of the compiler's own: found by name.
-        self.parameters = [tuple(p.rsplit(" ", 1)) for p in found[2].split(", ")]
+        self.parameters = [tuple(p.rsplit(" ", 1)) for p in found[3].split(", ")]
         self.library = ctypes.CDLL(str(self._build()))
         self.library.emu_run.restype = ctypes.c_char_p
 
@@ -79,6 +86,7 @@ class Emulated:
                 passed.append(f"static_cast<{kind}>(reinterpret_cast<intptr_t>(slots[{i}]))")
         call = f"{self.name}({', '.join(passed)});"
         text = f'{self.source}\nextern "C" void dsv41_kernel(void* const* slots) {{ {call} }}\n'
+        text += f'extern "C" const int dsv41_units = {self.units};\n'
         key = "".join(
             p.read_text("utf-8") for p in sorted(HERE.rglob("*.[hc]*")) if p.suffix in (".h", ".cpp")
         )

@@ -4,7 +4,10 @@
 // through notifications that it waited for. Every byte of the unified buffer and of the tensors knows its last
 // writer and reader. Errors are two threads of a function that touch a byte without a barrier between them, two
 // pipes without a notification, two cores at all (where one of both writes), a wait that nothing notified,
-// accesses outside of both memories, and reads of unified buffer that nobody wrote.
+// accesses outside of all memories, and reads of unified buffer, L1 or L0C that nobody wrote.
+//
+// A mixed kernel runs as two contexts, of the cube core and of its vector core, that take turns at the waits for
+// one another; each has pipes of its own. Products are loops over the layouts that TileLang's sources state.
 #include "runtime.h"
 
 #include <setjmp.h>
@@ -18,6 +21,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -29,12 +33,13 @@ namespace emu {
 namespace {
 constexpr size_t kUnified = 248 * 1024, kStack = 64 * 1024, kThreads = 2048;
 constexpr int kNobody = -1, kMany = -2, kPipe = 65535;  // kPipe: a copy or the scalar unit, not a thread
-using Clock = std::array<uint32_t, PIPE_ALL>;
+constexpr int kPipes = 2 * PIPE_ALL;                    // of the cube core and of the vector core
+using Clock = std::array<uint32_t, kPipes>;
 
 struct Touch {  // of one byte
   int core = kNobody, thread = kNobody;
   uint32_t epoch = 0;
-  pipe_t pipe = PIPE_S;
+  int pipe = PIPE_S;
   uint32_t time = 0;  // of that pipe
 };
 struct Byte {
@@ -53,15 +58,36 @@ struct Fiber {
   jmp_buf env;
 };
 
-alignas(4096) uint8_t unified[kUnified];
-std::vector<Byte> unified_bytes(kUnified), tensor_bytes;
-size_t used = kUnified;  // of the unified buffer, by the core before
+struct Space {  // a memory of a core
+  const char* name;
+  size_t size;
+  uint8_t* memory = static_cast<uint8_t*>(mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  std::vector<Byte> bytes = std::vector<Byte>(size);
+  size_t used = size;  // by the core before
+
+  void reset() {
+    std::fill_n(bytes.begin(), used, Byte());
+    memset(memory, 0xFF, used);
+    used = 0;
+  }
+};
+Space spaces[] = {{"unified buffer", kUnified}, {"L1", 512 * 1024}, {"L0C", 256 * 1024}};
+std::vector<Byte> tensor_bytes;
 uint8_t* arena;
 size_t arena_size;
 std::vector<Range> ranges;
-std::map<std::tuple<int, int, int>, std::deque<Clock>> notified;
-std::array<Clock, PIPE_ALL> known;  // known[p][q]: how much of pipe q is over when pipe p goes on
-pipe_t running = PIPE_S;
+std::map<std::tuple<int, int, int>, std::deque<Clock>> notified, arrived;
+std::array<Clock, kPipes> known;  // known[p][q]: how much of pipe q is over when pipe p goes on
+int running = PIPE_S, running_unit = 0;
+int own(int pipe) { return pipe + running_unit * PIPE_ALL; }
+struct Unit {
+  ucontext_t context;
+  bool done;
+  uint8_t* stack = nullptr;
+} units[2];
+ucontext_t turn;
+bool moved;  // whether a unit that had its turn did anything
+void* const* slots_;
 std::vector<Fiber> fibers;
 uint8_t* stacks;
 int current = kPipe;
@@ -98,15 +124,18 @@ void touch(Byte& byte, bool write, const char* name, size_t at) {
 void access(const void* address, size_t size, bool write) {
   const auto* p = static_cast<const uint8_t*>(address);
   const char* verb = write ? "write" : "read";
-  if (p >= unified && p < unified + kUnified) {
-    const size_t at = p - unified;
-    if (at + size > kUnified) fail("%s past the end of the unified buffer", verb);
-    used = std::max(used, at + size);
+  for (Space& s : spaces) {
+    if (p < s.memory || p >= s.memory + s.size) continue;
+    const size_t at = p - s.memory;
+    if (at + size > s.size) fail("%s past the end of the %s", verb, s.name);
+    s.used = std::max(s.used, at + size);
     for (size_t i = at; i < at + size; ++i) {
-      if (!write && unified_bytes[i].written.core == kNobody) fail("read of unified buffer + %zu, never written", i);
-      touch(unified_bytes[i], write, "unified buffer", i);
+      if (!write && s.bytes[i].written.core == kNobody) fail("read of %s + %zu, never written", s.name, i);
+      touch(s.bytes[i], write, s.name, i);
     }
-  } else if (p >= arena && p < arena + arena_size) {
+    return;
+  }
+  if (p >= arena && p < arena + arena_size) {
     const size_t at = p - arena;
     for (const Range& r : ranges)
       if (at >= r.begin && at + size <= r.begin + r.size) {
@@ -140,7 +169,10 @@ void start(Fiber& f, int thread) {
 }
 }  // namespace
 
-uint8_t* ub() { return unified; }
+uint8_t* ub() { return spaces[0].memory; }
+uint8_t* l1() { return spaces[1].memory; }
+uint8_t* l0c() { return spaces[2].memory; }
+int unit() { return running_unit; }
 void fail(const char* format, ...) {
   char text[512];
   va_list list;
@@ -151,13 +183,30 @@ void fail(const char* format, ...) {
   _longjmp(outside, 1);
 }
 struct On {  // work of a pipe; the scalar unit starts it and does not wait for it
-  pipe_t before = running;
-  explicit On(pipe_t pipe) {
-    for (int q = 0; q < PIPE_ALL; ++q) known[pipe][q] = std::max(known[pipe][q], known[PIPE_S][q]);
+  int before = running;
+  explicit On(int of_unit) {
+    const int pipe = own(of_unit), scalar = own(PIPE_S);
+    for (int q = 0; q < kPipes; ++q) known[pipe][q] = std::max(known[pipe][q], known[scalar][q]);
     ++known[pipe][pipe], running = pipe, ++epoch;
   }
-  ~On() { running = before, ++known[PIPE_S][PIPE_S], ++epoch; }
+  ~On() { running = before, ++known[own(PIPE_S)][own(PIPE_S)], ++epoch; }
 };
+std::optional<On> work;
+void begin(pipe_t pipe) { work.emplace(pipe); }
+void end() { work.reset(); }
+uint8_t peek(const uint8_t* p) {
+  if (spaces[1].bytes[p - l1()].written.core == kNobody) return 255;
+  access(p, 1, false);
+  return *p;
+}
+void multiply(float* c, const float* a, const float* b, int m, int n, int k) {
+  for (int i = 0; i < m; ++i)
+    for (int j = 0; j < n; ++j) {
+      float sum = c[i * n + j];
+      for (int l = 0; l < k; ++l) sum += a[i * k + l] * b[j * k + l];
+      c[i * n + j] = sum;
+    }
+}
 unsigned lane() { return current % 32; }
 unsigned warp_lanes() { return std::min<unsigned>(32, fibers.size() - current / 32 * 32); }
 
@@ -222,12 +271,32 @@ void copy(pipe_t pipe, uint8_t* to, const uint8_t* from, int bursts, int bytes, 
 }  // namespace emu
 
 void asc_syncthreads() { emu::pause(emu::Fiber::kBlock); }
-void asc_sync_notify(pipe_t from, pipe_t to, event_t event) { emu::notified[{from, to, event}].push_back(emu::known[from]); }
-void asc_sync_wait(pipe_t from, pipe_t to, event_t event) {
-  auto& queue = emu::notified[{from, to, event}];
-  if (queue.empty()) emu::fail("pipe %d waits for pipe %d, event %d, which nothing notified", to, from, event);
-  for (int q = 0; q < PIPE_ALL; ++q) emu::known[to][q] = std::max(emu::known[to][q], queue.front()[q]);
+namespace emu {
+namespace {
+void learn(int pipe, std::deque<Clock>& queue) {
+  for (int q = 0; q < kPipes; ++q) known[pipe][q] = std::max(known[pipe][q], queue.front()[q]);
   queue.pop_front();
+}
+}  // namespace
+}  // namespace emu
+void asc_sync_notify(pipe_t from, pipe_t to, event_t event) {
+  emu::notified[{emu::own(from), emu::own(to), event}].push_back(emu::known[emu::own(from)]);
+}
+void asc_sync_wait(pipe_t from, pipe_t to, event_t event) {
+  auto& queue = emu::notified[{emu::own(from), emu::own(to), event}];
+  if (queue.empty()) emu::fail("pipe %d waits for pipe %d, event %d, which nothing notified", to, from, event);
+  emu::learn(emu::own(to), queue);
+}
+void asc_sync_intra_arrive(pipe_t pipe, event_t event) {
+  emu::arrived[{1 - emu::unit(), 0, event}].push_back(emu::known[emu::own(pipe)]);
+  emu::moved = true;
+}
+void asc_sync_intra_wait(pipe_t pipe, event_t event) {
+  const int self = emu::unit();
+  auto& queue = emu::arrived[{self, 0, event}];
+  while (queue.empty()) swapcontext(&emu::units[self].context, &emu::turn);
+  emu::learn(emu::own(pipe), queue);
+  emu::moved = true;
 }
 
 namespace emu {
@@ -247,6 +316,43 @@ extern "C" void __asan_storeN_noabort(const void* p, size_t n) { emu::access(p, 
 extern "C" void __asan_handle_no_return() {}
 
 extern "C" void dsv41_kernel(void* const* slots);
+extern "C" const int dsv41_units;  // 2 of a mixed kernel
+
+namespace emu {
+namespace {
+void run_unit() {
+  const int self = running_unit;
+  dsv41_kernel(slots_);
+  units[self].done = moved = true;
+  swapcontext(&units[self].context, &turn);
+}
+
+// Both units of a pair, in turns, the cube core first.
+void run_pair(void* const* slots) {
+  constexpr size_t kBytes = 1 << 20;
+  slots_ = slots;
+  for (Unit& u : units) {
+    if (!u.stack)
+      u.stack = static_cast<uint8_t*>(mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    u.done = false;
+    getcontext(&u.context);
+    u.context.uc_stack = {u.stack, 0, kBytes};
+    u.context.uc_link = nullptr;
+    makecontext(&u.context, run_unit, 0);
+  }
+  while (!units[0].done || !units[1].done) {
+    moved = false;
+    for (int u = 0; u < 2; ++u) {
+      if (units[u].done) continue;
+      running_unit = u, running = own(PIPE_S), ++epoch;
+      swapcontext(&turn, &units[u].context);
+    }
+    if (!moved) fail("both cores of the pair wait for one another");
+  }
+  running_unit = 0;
+}
+}  // namespace
+}  // namespace emu
 
 // Run all cores; null, or what went wrong. Tensors lie in the arena at begins[i], sizes[i] bytes long.
 extern "C" const char* emu_run(int cores, void* const* slots, uint8_t* arena, size_t arena_size, int tensors,
@@ -258,14 +364,14 @@ extern "C" const char* emu_run(int cores, void* const* slots, uint8_t* arena, si
   if (_setjmp(emu::outside)) return emu::message.c_str();
   for (block_idx = 0; block_idx < cores; ++block_idx) {
     emu::current = emu::kPipe;
-    emu::notified.clear();
+    emu::notified.clear(), emu::arrived.clear();
     emu::known = {};
-    emu::running = PIPE_S;
-    std::fill_n(emu::unified_bytes.begin(), emu::used, emu::Byte());
-    memset(emu::unified, 0xFF, emu::used);
-    emu::used = 0;
+    emu::running = PIPE_S, emu::running_unit = 0;
+    for (emu::Space& s : emu::spaces) s.reset();
     ++emu::epoch;
-    dsv41_kernel(slots);
+    dsv41_units == 2 ? emu::run_pair(slots) : dsv41_kernel(slots);
+    for (auto& [key, queue] : emu::arrived)
+      if (queue.size()) emu::fail("the core ends with an arrival for unit %d, event %d, too many", std::get<0>(key), std::get<2>(key));
     for (auto& [key, queue] : emu::notified)
       if (queue.size()) emu::fail("the core ends with a notification of pipe %d, event %d, too many", std::get<0>(key), std::get<2>(key));
   }

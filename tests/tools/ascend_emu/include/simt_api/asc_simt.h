@@ -11,6 +11,10 @@
 
 #define __global__
 #define __vector__
+#define __cube__
+#define __mix__(cubes, vectors)
+#define __cbuf__
+#define __cc__
 #define __gm__
 #define __ubuf__
 #define __simt_vf__
