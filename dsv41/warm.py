@@ -141,7 +141,7 @@ def calls(
                 )
             _prefill(model, state, step_tokens)
         for requests in {r for r, _ in default_sizes(max_requests, 0)}:
-            for block in {1, cfg.draft.block_size if drafter else 1}:  # steps without a drafter have one column
+            for block in {1, cfg.draft.block_size if drafter else 1}:  # without a drafter: 1
                 _split(requests, block)
     return list(found.values())
 

@@ -87,8 +87,12 @@ def rank(cfg: V41FlashConfig, device: torch.device, engram_gb: float) -> V41Flas
     for layer, rows in zip(cfg.engram.layers, cfg.engram.num_rows, strict=True):
         share = engram_gb * 1e9 / len(cfg.engram.layers) / (width + width // 32)
         held, pin = min(int(share), rows // RANKS), device.type == "cuda"
-        values = torch.randint(0, 0x38, (held, width), dtype=torch.uint8, pin_memory=pin)
-        scale = torch.randint(120, 124, (held, width // 32), dtype=torch.uint8, pin_memory=pin)
+        values = torch.empty((held, width), dtype=torch.uint8, pin_memory=pin)
+        scale = torch.empty((held, width // 32), dtype=torch.uint8, pin_memory=pin)
+        for table, low, high in ((values, 0, 0x38), (scale, 120, 124)):  # one block, repeated
+            block = torch.randint(low, high, (min(held, 1 << 16), table.shape[1]), dtype=torch.uint8)
+            for part in table.split(len(block)):
+                part.copy_(block[: len(part)])
         stores[layer] = FoldedStore(values.view(E4M3), scale.view(E8M0))
         model.attach_engram(layer, stores[layer])
     if device.type == "cuda":

@@ -65,9 +65,10 @@ def _split(block, threads, wide, arch):
 
 
 def variants(cfg):
-    """Any number of requests up to 1,024."""
-    for threads in (128, 256, 512, 1024):
-        yield _split, (cfg.draft.block_size, threads, True, ARCH)
+    """Any number of requests up to 1,024, with and without a drafter (one column)."""
+    for block in sorted({1, cfg.draft.block_size}):
+        for threads in (128, 256, 512, 1024):
+            yield _split, (block, threads, True, ARCH)
 
 
 def split_budget_ragged(
