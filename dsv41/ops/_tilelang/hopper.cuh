@@ -164,6 +164,29 @@ __device__ __forceinline__ void wait_for_count(const int* p, int count) {
   while (!count_reached(p, count)) __nanosleep(50);
 }
 
+// 2^x and 1 / x as the special function unit gives them, results below 2^-126 as 0: no code for the rest.
+__device__ __forceinline__ float exp2_quick(float x) {
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+__device__ __forceinline__ float reciprocal_quick(float x) {
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+// The smaller and the larger of two, NaN where one is.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+  float out;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
+  return out;
+}
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float out;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
+  return out;
+}
+
 // Instructions go above this line, with a twin in tests/tools/cuda_emu/emu_hopper.h; plain C++ goes below.
 }  // namespace hopper
 #endif  // DSV41_EMULATE

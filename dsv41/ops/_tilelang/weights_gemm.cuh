@@ -123,6 +123,11 @@ struct Layout {
   __device__ __forceinline__ float* token_scales(int stage) const {
     return reinterpret_cast<float*>(base + stage * STAGE + TOKENS + BLOCKS * (VALUES + SCALES));
   }
+  // Where the scales of a row lie among them. Wide tiles: those of a thread's columns, 8 j + 2 (thread % 4) + {0, 1},
+  // together.
+  static __device__ __forceinline__ int scale_place(int row) {
+    return WIDE ? (row >> 1 & 3) * (MAX_ROWS / 4) + (row >> 3) * 2 + (row & 1) : row * (Tokens::SCALES / 4);
+  }
   __device__ __forceinline__ uint8_t* rest() const { return base + STAGES * STAGE; }
   __device__ __forceinline__ float* sums(int group) const {
     return reinterpret_cast<float*>(rest() + group * (SUMS / 2));
@@ -304,6 +309,22 @@ __device__ __forceinline__ void multiply_folded(const L& smem, uint2 fold, int g
   }
 }
 
+// COUNT scales from `first` on, 16 bytes at a time where they are aligned.
+template <int COUNT>
+__device__ __forceinline__ void load_scales(const float* from, int first, float (&to)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 2) {
+    bool aligned = (first + i) % 4 == 0;
+    if (aligned && i + 2 < COUNT) {
+      float4 four = *reinterpret_cast<const float4*>(from + first + i);
+      to[i] = four.x, to[i + 1] = four.y, to[i + 2] = four.z, to[i + 3] = four.w;
+    } else if (aligned || i == 0) {
+      float2 two = *reinterpret_cast<const float2*>(from + first + i);
+      to[i] = two.x, to[i + 1] = two.y;
+    }
+  }
+}
+
 // The same for E4M3 tokens, with all blocks of features that a group holds after each other.
 template <int N, class L, class Format>
 __device__ __forceinline__ void multiply_coarse(const L& smem, uint2 fold, int group, int thread, int position,
@@ -320,7 +341,7 @@ __device__ __forceinline__ void multiply_coarse(const L& smem, uint2 fold, int g
     hopper::fence_async();
     ring.advance(1);
     uint64_t tokens = hopper::tile_descriptor(hopper::smem_address(smem.tokens(stage)));
-    const float* scales = smem.token_scales(stage) + 2 * (thread & 3);
+    const float* scales = smem.token_scales(stage) + L::scale_place(2 * (thread & 3));
 #pragma unroll
     for (int held = 0; held < L::HELD; ++held) {
       Format weights;
@@ -334,15 +355,14 @@ __device__ __forceinline__ void multiply_coarse(const L& smem, uint2 fold, int g
         for (int q = 0; q < 4; ++q)
           hopper::wgmma_e5m2e4m3_rs(part, a[q], tokens + turn * (WIDE * 8) + 2 * q, q > 0);
         hopper::wgmma_commit();
-        float2 scale[WIDE / 8];  // read while the products run
-#pragma unroll
-        for (int j = 0; j < WIDE / 8; ++j) scale[j] = *reinterpret_cast<const float2*>(scales + turn * WIDE + 8 * j);
+        float scale[WIDE / 4];  // read while the products run
+        load_scales(scales, turn * (WIDE / 4), scale);
         hopper::wgmma_wait<0>();
         hopper::keep(part);
         if (held == L::HELD - 1 && turn == TURNS - 1 && (thread & 31) == 0) hopper::barrier_arrive(smem.empty(stage));
 #pragma unroll
         for (int i = 0; i < WIDE / 2; ++i)
-          acc[held][turn * (WIDE / 2) + i] += part[i] * (i & 1 ? scale[i / 4].y : scale[i / 4].x);
+          acc[held][turn * (WIDE / 2) + i] += part[i] * scale[i / 4 * 2 + (i & 1)];
       }
     }
   }
@@ -355,7 +375,8 @@ __device__ __forceinline__ void finish_tile(const L& smem, uint2 fold, int group
   float acc[L::HELD][N / 2] = {};  // written before the first product: otherwise ptxas keeps it live for ever
   // Loads of the epilogue's words hide behind the products.
   if (k_group == 0)
-    for (int n = thread; n < tile.rows; n += 128) smem.notes(group)[n] = epilogue.note(tile.row + n);
+    for (int n = thread; n < N; n += 128)
+      smem.notes(group)[n] = n < tile.rows ? epilogue.note(tile.row + n) : make_int2(0, 0);
   if (L::WIDE && position == 0 && group == 1) hopper::named_barrier(10, 256);
   if constexpr (Tokens::BYTES == 2 && Tokens::SCALES == 0)
     multiply_wide<N, L, Format, Tokens>(smem, fold, group, thread, position, acc);
@@ -482,7 +503,7 @@ __device__ __forceinline__ void run(const uint8_t* values, const uint8_t* scales
 #pragma unroll
         for (int i = 0; i < SCALE_COUNT; ++i) {
           if (scale_from[i] < 0) continue;
-          float* scale_to = smem.token_scales(ring.stage) + (thread + i * L::PRODUCERS) * (Tokens::SCALES / 4);
+          float* scale_to = smem.token_scales(ring.stage) + L::scale_place(thread + i * L::PRODUCERS);
           const float* one = scale + static_cast<int64_t>(scale_from[i]) * (K * Tokens::SCALES / 512);
           if (Tokens::SCALES == 4)
             hopper::copy_4(scale_to, one);

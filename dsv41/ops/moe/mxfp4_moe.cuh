@@ -215,15 +215,35 @@ __device__ __forceinline__ int scale_code(float amax) {
   return min(max(code, 1), 254);
 }
 
-// silu(min(gate, limit)) * clamp(up, +-limit) * weight. Comparisons let NaN through.
+// silu(min(gate, limit)) * clamp(up, +-limit) * weight. NaN stays.
 __device__ __forceinline__ float swiglu(float gate, float up, float weight, float limit) {
-  gate = gate > limit ? limit : gate;
-  up = up > limit ? limit : up < -limit ? -limit : up;
-  return __fdividef(gate, 1.0f + __expf(-gate)) * up * weight;
+  gate = hopper::min_or_nan(gate, limit);
+  up = hopper::max_or_nan(hopper::min_or_nan(up, limit), -limit);
+  return gate * hopper::reciprocal_quick(1.0f + hopper::exp2_quick(gate * -1.44269504f)) * up * weight;
 }
 __device__ __forceinline__ float2 rounded(float low, float high) {
-  __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-  return make_float2(__low2float(v), __high2float(v));
+  uint32_t v = gemm::pair_bf16(low, high);
+  return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xFFFF0000u));
+}
+
+// Of up to eight pairs of values a lane, the largest magnitudes over the eight lanes with the same lane % 4: of pair j in
+// the lanes 4 * j and on. Every exchange halves the pairs, so eight take seven exchanges. A NaN does not count.
+__device__ __forceinline__ uint32_t largest(const uint32_t* pairs, int count, int lane) {
+  uint32_t v[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = i < count ? pairs[i] & 0x7FFF7FFFu : 0;
+#pragma unroll
+  for (int half = 4; half; half /= 2) {
+    bool upper = lane & 4 * half;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      if (i >= count) break;
+      uint32_t mine = upper ? v[i + half] : v[i], other = upper ? v[i] : v[i + half];
+      other = __shfl_xor_sync(0xFFFFFFFFu, other, 4 * half);
+      v[i] = gemm::bits(__hmax2(gemm::as_bf16(mine), gemm::as_bf16(other)));
+    }
+  }
+  return v[0];
 }
 
 // End of the first product: rows g and g + 8 of a warp's 16 are gate and up of one feature, a warp group holds
@@ -255,80 +275,76 @@ struct GateUp {
   __device__ __forceinline__ void operator()(float (&acc)[N / 2], const gemm::Tile& tile, int block, int group,
                                              int thread, const int2* notes, __nv_bfloat16* maxima) const {
     int warp = thread >> 5, lane = thread & 31, column = 2 * (lane & 3);
-    uint32_t* pairs = reinterpret_cast<uint32_t*>(maxima);  // [warp][N / 2]: two tokens a word
-    uint32_t y[N / 8];                                      // in bf16, two tokens a word
+    uint32_t y[N / 8];  // in bf16, two tokens a word
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
-      int n = 8 * j + column;
-      int2 one = n < tile.rows ? notes[n] : make_int2(0, 0), two = n + 1 < tile.rows ? notes[n + 1] : make_int2(0, 0);
-      float first = __int_as_float(one.x), second = __int_as_float(two.x);
+      int4 two = *reinterpret_cast<const int4*>(notes + 8 * j + column);  // the tokens of columns n and n + 1
+      float first = __int_as_float(two.x), second = __int_as_float(two.z);
       if (HALF<Tokens>) {
-        float low = __int_as_float(one.y), high = __int_as_float(two.y);
+        float low = __int_as_float(two.y), high = __int_as_float(two.w);
         acc[4 * j] *= low, acc[4 * j + 1] *= high, acc[4 * j + 2] *= low, acc[4 * j + 3] *= high;
       }
       float2 gate = rounded(acc[4 * j], acc[4 * j + 1]), up = rounded(acc[4 * j + 2], acc[4 * j + 3]);
       y[j] = gemm::pair_bf16(swiglu(gate.x, up.x, first, limit), swiglu(gate.y, up.y, second, limit));
-      uint32_t amax = y[j] & 0x7FFF7FFFu;
+    }
+    // A token's slot: the maxima of the four warps, then what its values are multiplied with on the way to E4M3 and,
+    // from there, to what the second product takes.
 #pragma unroll
-      for (int d = 4; d < 32; d *= 2)  // a NaN does not count
-        amax = gemm::bits(__hmax2(gemm::as_bf16(amax), gemm::as_bf16(__shfl_xor_sync(0xFFFFFFFFu, amax, d))));
-      if (lane < 4) pairs[warp * (N / 2) + 4 * j + lane] = amax;
+    for (int j = 0; j < N / 8; j += 8) {
+      uint32_t amax = largest(y + j, N / 8 - j, lane);
+      int n = 8 * j + 2 * lane;
+      if (n < N) {
+        maxima[4 * n + warp] = __low2bfloat16(gemm::as_bf16(amax));
+        maxima[4 * n + 4 + warp] = __high2bfloat16(gemm::as_bf16(amax));
+      }
     }
     hopper::named_barrier(2 + group, 128);
+    float2* factors = reinterpret_cast<float2*>(maxima);
+    for (int n = thread; n < N; n += 128) {
+      uint2 four = reinterpret_cast<const uint2*>(maxima)[n];
+      __nv_bfloat162 pair = __hmax2(gemm::as_bf16(four.x), gemm::as_bf16(four.y));
+      int code = scale_code(fmaxf(1e-4f, fmaxf(__low2float(pair), __high2float(pair))));
+      float scale = __int_as_float(code << 23);
+      if (E4M3 && n < tile.rows) {
+        int64_t at = static_cast<int64_t>(tile.row + n) * (INTER / 32) + block;
+        if (Tokens::SCALES == 16)
+          static_cast<float*>(scales)[at] = scale;
+        else
+          static_cast<uint8_t*>(scales)[at] = static_cast<uint8_t>(code);
+      }
+      if (HALF<Tokens> && n < tile.rows) {
+        uint32_t shrunk = shrink(__int_as_float(notes[n].x));
+        scale *= __uint_as_float(shrunk << 23);
+        if (block == 0) static_cast<float*>(scales)[tile.row + n] = __uint_as_float((254 - shrunk) << 23);
+      }
+      factors[n] = make_float2(__int_as_float((254 - code) << 23), scale);
+    }
+    hopper::named_barrier(2 + group, 128);
+    constexpr int BYTES = E4M3 ? 1 : 2;  // of a value
+    int feature = warp * 8 + column;     // of the block's 32
+    if (!E4M3) feature = (feature & 16) + 4 * (feature & 2) + (feature >> 1 & 6);  // 4c + 2h goes to 8h + 2c
+    int own = lane >> 2;  // after the transposition
+    uint8_t* to = static_cast<uint8_t*>(out) +
+                  (static_cast<int64_t>(tile.row + own) * INTER + block * 32 + feature) * BYTES;
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
-      int n = 8 * j + column;
-      __nv_bfloat162 amax = gemm::as_bf16(pairs[4 * j + (lane & 3)]);
-#pragma unroll
-      for (int w = 1; w < 4; ++w) amax = __hmax2(amax, gemm::as_bf16(pairs[w * (N / 2) + 4 * j + (lane & 3)]));
-      int low = scale_code(fmaxf(1e-4f, __low2float(amax))), high = scale_code(fmaxf(1e-4f, __high2float(amax)));
-      float2 scale = make_float2(__int_as_float(low << 23), __int_as_float(high << 23));
-      float2 v = make_float2(__uint_as_float(y[j] << 16) * __int_as_float((254 - low) << 23),
-                             __uint_as_float(y[j] & 0xFFFF0000u) * __int_as_float((254 - high) << 23));
+      float4 by = *reinterpret_cast<const float4*>(factors + 8 * j + column);
+      float2 v = make_float2(__uint_as_float(y[j] << 16) * by.x, __uint_as_float(y[j] & 0xFFFF0000u) * by.z);
       uint32_t q = __nv_cvt_float2_to_fp8x2(v, __NV_SATFINITE, __NV_E4M3), pair;
       if (E4M3) {
         pair = (q & 0xFF) | (q & 0xFF00) << 8;
-        int64_t at = static_cast<int64_t>(tile.row + n) * (INTER / 32) + block;
-        if (thread < 4 && Tokens::SCALES == 16) {
-          float* to = static_cast<float*>(scales) + at;
-          if (n < tile.rows) to[0] = scale.x;
-          if (n + 1 < tile.rows) to[INTER / 32] = scale.y;
-        } else if (thread < 4) {
-          uint8_t* to = static_cast<uint8_t*>(scales) + at;
-          if (n < tile.rows) to[0] = static_cast<uint8_t>(low);
-          if (n + 1 < tile.rows) to[INTER / 32] = static_cast<uint8_t>(high);
-        }
       } else {
-        __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(q), __NV_E4M3);
-        __half2 half;
-        memcpy(&half, &raw, 4);
-        float2 f = __half22float2(half);
-        if (HALF<Tokens>) {
-          uint32_t one = shrink(__int_as_float(notes[n].x)), two = shrink(__int_as_float(notes[n + 1].x));
-          pair = pair_f16(f.x * scale.x * __uint_as_float(one << 23), f.y * scale.y * __uint_as_float(two << 23));
-          if (thread < 4 && block == 0) {
-            float* to = static_cast<float*>(scales) + tile.row + n;
-            if (n < tile.rows) to[0] = __uint_as_float((254 - one) << 23);
-            if (n + 1 < tile.rows) to[1] = __uint_as_float((254 - two) << 23);
-          }
-        } else {
-          pair = gemm::pair_bf16(f.x * scale.x, f.y * scale.y);
-        }
+        float2 f = from_e4m3(q);
+        pair = HALF<Tokens> ? pair_f16(f.x * by.y, f.y * by.w) : gemm::pair_bf16(f.x * by.y, f.y * by.w);
       }
       pair = hopper::transpose_8x8(pair);
-      n = 8 * j + (lane >> 2);
-      int feature = warp * 8 + column;  // of the block's 32
-      if (n >= tile.rows) continue;
-      int64_t row = static_cast<int64_t>(tile.row + n) * INTER + block * 32;
-      if (E4M3) {
-        *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(out) + row + feature) =
-            static_cast<uint16_t>(pair | pair >> 8);
-      } else {  // 4c + 2h goes to 8h + 2c
-        int at = (feature & 16) + 4 * (feature & 2) + (feature >> 1 & 6);
-        *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(out) + row + at) = pair;
-      }
+      if (8 * j + own >= tile.rows) continue;
+      if (E4M3)
+        *reinterpret_cast<uint16_t*>(to + 8 * j * INTER * BYTES) = static_cast<uint16_t>(pair | pair >> 8);
+      else
+        *reinterpret_cast<uint32_t*>(to + 8 * j * INTER * BYTES) = pair;
     }
-    hopper::named_barrier(2 + group, 128);  // the maxima may be overwritten
+    hopper::named_barrier(2 + group, 128);  // the slots may be overwritten
   }
 };
 

@@ -88,6 +88,11 @@ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
 inline bool count_reached(const int* p, int count) { return *p >= count; }
 inline void wait_for_count(const int* p, int count) { emu::wait_for_count(p, count); }
 
+inline float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.0f, x) : x; }
+inline float exp2_quick(float x) { return flushed(exp2f(x)); }
+inline float reciprocal_quick(float x) { return flushed(1.0f / flushed(x)); }
+inline float min_or_nan(float a, float b) { return a != a ? a : b < a || b != b ? b : a; }
+inline float max_or_nan(float a, float b) { return a != a ? a : b > a || b != b ? b : a; }
 inline uint32_t byte_select(uint32_t low, uint32_t high, uint32_t selector) { return __byte_perm(low, high, selector); }
 
 #define RS(name, a_type, b_type, transposed)                                                                  \
