@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dsv41
-from dsv41 import V41FlashConfig, ops
+from dsv41 import V41FlashConfig, eplb, ops
 from dsv41.cache import PagedKV, Record, page_slots
 from dsv41.formats import MXFP4Experts, quantize_mxfp4, quantize_mxfp8, quantize_nvfp4
 from dsv41.layers import V41Flash, V41State
@@ -18,7 +18,7 @@ from dsv41.layers.expert_parallel import ExpertParallel, even_map
 from dsv41.memory import MemoryPlan
 from dsv41.ops.exchange import Exchange, LocalTransport, record_bytes, usual_capacity
 from dsv41.ops.verify import RaggedSplit, Verified
-from dsv41.spec import DecodeGraphs, default_sizes
+from dsv41.spec import DecodeGraphs, default_sizes, generate
 from tests.ops.rows import same
 from tests.test_api import CASES, VIEWS, WITH_OUT, call, copied, ints, rebuilt
 
@@ -289,6 +289,7 @@ STEP: dict[str, Any] = {
     "state": V41State.allocate(CFG, 2, 64, device="meta"),
     "cu_seqlens": CU.to("meta"),
 }
+MAP, LOADS = [[0, 1]], [[1.0, 2.0]]
 KV = PagedKV(torch.zeros(2, 4, Record("mxfp8", 64).bytes, dtype=torch.uint8), Record("mxfp8", 64))
 # Name in the sentence: (function, arguments, those that take an object of one kind).
 OBJECTS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = {
@@ -316,6 +317,27 @@ OBJECTS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] =
     "V41Flash  ": (MODEL.attach_engram, {"layer": CFG.engram.layers[0], "store": None}, ("store",)),
     "V41State.allocate": (V41State.allocate, AROUND["V41State.allocate"][1], ("cfg",)),
     "V41State.rollback": (V41State.allocate(CFG, 2, 64).rollback, {"lens": ints(2)}, ("lens",)),
+    "duplicates": (eplb.duplicates, {"physical_to_logical": MAP, "num_gpus": 1}, ("physical_to_logical",)),
+    "equal_shares": (
+        eplb.equal_shares,
+        {"physical_to_logical": MAP, "num_experts": 2},
+        ("physical_to_logical",),
+    ),
+    "generate": (
+        generate,
+        {"model": print, "state": V41State.allocate(CFG, 1, 64), "prompts": [[1]], "max_new_tokens": 1},
+        ("state",),
+    ),
+    "logical_maps": (
+        eplb.logical_maps,
+        {"physical_to_logical": MAP, "num_experts": 2},
+        ("physical_to_logical",),
+    ),
+    "rank_loads": (
+        eplb.rank_loads,
+        {"weight": LOADS, "physical_to_logical": MAP, "num_gpus": 1},
+        ("weight", "physical_to_logical"),
+    ),
     "page_slots": (page_slots, AROUND["page_slots"][1], ("entry_ids", "request_ids", "page_table")),
     "plan_memory": (dsv41.plan_memory, {"cfg": CFG, "device_bytes": 1}, ("cfg", "engram")),
     "prepare": (dsv41.prepare, {"cfg": CFG, "device": "cpu"}, ("cfg",)),

@@ -22,13 +22,30 @@ def check(ok: bool, op: str, expected: str, got: object) -> None:
         raise ValueError(f"{op}: expected {expected}, got {got}")
 
 
+def as_array(op: str, name: str, value: Any) -> NDArray[Any]:
+    """Numbers as an array, whatever holds them: nested lists, an array, a tensor."""
+    if hasattr(value, "detach"):  # a torch tensor, without importing torch
+        value = value.detach().cpu().numpy()
+    try:
+        array = np.asarray(value)
+    except ValueError:  # rows of different lengths
+        array = np.asarray(None)
+    check(array.dtype.kind in "iufb", op, f"{name} of a real number type", array.dtype)
+    return array
+
+
+def as_rows(op: str, name: str, value: Any) -> NDArray[Any]:
+    """Integers [layers, slots], any of them."""
+    array = as_array(op, name, value)
+    fits = array.ndim == 2 and array.dtype.kind in "iu"
+    check(fits, op, f"{name}: [layers, slots] of integers", f"{list(array.shape)} {array.dtype}")
+    return array
+
+
 def as_loads(op: str, weight: ArrayLike) -> Floats:
     """Loads ``[layers, experts]`` as float64, checked: two dimensions, not empty, finite, none negative."""
-    if hasattr(weight, "detach"):  # a torch tensor, without importing torch
-        weight = weight.detach().cpu().numpy()  # type: ignore[union-attr]
-    array = np.asarray(weight)
+    array = as_array(op, "weight", weight)
     check(array.ndim == 2 and array.size > 0, op, "weight: [layers, experts]", list(array.shape))
-    check(array.dtype.kind in "iufb", op, "weight of a real number type", array.dtype)
     loads = array.astype(np.float64)
     bad = ~(np.isfinite(loads) & (loads >= 0))
     if bad.any():

@@ -8,7 +8,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ._check import Floats, Ints, as_loads, as_map, as_shares, check, check_ranks, exact, replica_counts
+from ._check import (
+    Floats,
+    Ints,
+    as_loads,
+    as_map,
+    as_rows,
+    as_shares,
+    check,
+    check_ranks,
+    exact,
+    replica_counts,
+)
 from ._place import replicate
 
 
@@ -25,8 +36,9 @@ def logical_maps(physical_to_logical: Ints, num_experts: int) -> tuple[Ints, Int
 
     Contract: one stable sort, no loop over slots.
     """
-    layers = len(physical_to_logical)
-    p2l = as_map("logical_maps", "physical_to_logical", physical_to_logical, layers, num_experts)
+    given = as_rows("logical_maps", "physical_to_logical", physical_to_logical)
+    layers = len(given)
+    p2l = as_map("logical_maps", "physical_to_logical", given, layers, num_experts)
     counts = replica_counts(p2l, num_experts)
     by = np.argsort(p2l, axis=1, kind="stable")
     expert = np.take_along_axis(p2l, by, 1)
@@ -93,7 +105,7 @@ def duplicates(physical_to_logical: Ints, num_gpus: int) -> Ints:
 
     ``physical_to_logical`` [layers, slots] is the map; ValueError when ``num_gpus`` does not divide slots.
     """
-    p2l = np.asarray(physical_to_logical)
+    p2l = as_rows("duplicates", "physical_to_logical", physical_to_logical)
     size = check_ranks("duplicates", p2l.shape[1], num_gpus)
     by = np.sort(p2l.reshape(len(p2l), num_gpus, size), -1)
     return (by[..., 1:] == by[..., :-1]).sum((1, 2), dtype=np.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._check import Floats, Ints, as_loads, as_map, as_shares, check, check_ranks
+from ._check import Floats, Ints, as_array, as_loads, as_map, as_rows, as_shares, check, check_ranks
 from ._flow import Flow, row_sums
 from .maps import logical_maps
 
@@ -77,7 +77,7 @@ def flow_shares(flow: Flow) -> Floats:
 
 def equal_shares(physical_to_logical: ArrayLike, num_experts: int) -> Floats:
     """``1 / count`` for every slot of ``physical_to_logical`` [layers, slots]: float64, the same shape."""
-    p2l = np.asarray(physical_to_logical)
+    p2l = as_rows("equal_shares", "physical_to_logical", physical_to_logical)
     counts = logical_maps(p2l, num_experts)[1]
     return 1.0 / np.take_along_axis(counts, p2l, 1)
 
@@ -102,9 +102,10 @@ def to_table(
         its share.
     """
     op = "to_table"
-    share = np.asarray(shares, np.float64)
-    p2l = as_map(op, "physical_to_logical", physical_to_logical, len(share), num_experts)
+    given = as_rows(op, "physical_to_logical", physical_to_logical)
+    p2l = as_map(op, "physical_to_logical", given, len(given), num_experts)
     layers, slots = p2l.shape
+    share = as_array(op, "shares", shares).astype(np.float64)
     check(share.shape == p2l.shape, op, f"shares: [{layers}, {slots}]", list(share.shape))
     check(slots <= 1 << 15, op, "at most 32768 slots", slots)
     check(entries >= 1 and entries & (entries - 1) == 0, op, "entries a power of two", entries)

@@ -303,7 +303,10 @@ def generate(
     Errors: ValueError, naming the request, for an empty prompt, ids that are none, a text that the state
         cannot hold, or a row of logits without a law; ValueError for options of other kinds or lengths.
     """
-    name, device, requests = "generate", state.lens.device, len(prompts)
+    name = "generate"
+    check(isinstance(getattr(state, "num_requests", None), int), name, "state: V41State", state)
+    check(hasattr(prompts, "__len__"), name, "prompts: a list of token ids a request", prompts)
+    device, requests = state.lens.device, len(prompts)
     check(requests > 0 and state.num_requests == requests, name, f"{state.num_requests} prompts", requests)
     check(not bool(state.lens.any()), name, "an empty state", state.lens.tolist())
     chunk = integer(name, "chunk", chunk)
