@@ -11,6 +11,7 @@ from dsv41._op import batch_invariant, use
 from dsv41.formats import E8M0, MXFP8, FP8Tiles, quantize_mxfp8
 from dsv41.ops import block_linear, block_linear_scratch, grouped_linear, linear, linear_scratch, pack_linear
 from dsv41.ops._tilelang import HERE, device_source
+from dsv41.ops.linear import tilelang_few_cuda as few
 from dsv41.ops.linear.api import FEW, num_splits, split_tokens
 from dsv41.parity import distance
 from tests.tools import triton_interp
@@ -83,7 +84,7 @@ def test_emulated_block_linear_is_the_reference(tile, tokens, splits, fp8):
     assert distance(emulate_block(x, w, tile, splits), block_linear(x, w)) < 1e-5
 
 
-def emulate_wide(x, w, tokens, groups, tile, splits=1):
+def emulate_wide(x, w, tokens, groups, tile, splits=1, expanded=False):
     """The product of bf16 rows [tokens, groups * k]."""
     width, stages = tile
     files = HERE / "hopper_store.cuh", FOLDER / "block_gemm.cuh", FOLDER / "grouped_gemm.cuh"
@@ -94,7 +95,7 @@ def emulate_wide(x, w, tokens, groups, tile, splits=1):
     out_map, parts = tensor_map(out.flatten(1), width), torch.zeros(splits * out.numel())
     args = [tensor_map(x, width), tensor_map(values, 128), scale]
     args += [tokens, groups, rows // groups, k, splits, out_map, parts, SHARED]
-    call = f"grouped::linear<{width}, {stages}>"
+    call = f"grouped::linear<{width}, {stages}, {str(expanded).lower()}>"
     emulate(source, call, args, grid=3, threads=384, shared_bytes=232448)
     if splits > 1:
         args = [parts, splits, out.numel(), out]
@@ -125,8 +126,12 @@ def test_emulated_block_linear_of_many_tokens_is_the_reference():
     values, scale = x.flat()
     args = [values.view(torch.uint8), scale, 133 * 384, wide]
     emulate(source, "blocks::expand", args, grid=-(-133 * 384 // 4096), threads=256)
-    assert torch.equal(wide, x.dequantize())
-    assert distance(emulate_wide(wide, w, 133, 1, (128, 4))[:, 0], block_linear(x, w)) < 1e-5
+    c, s, e, h = (torch.arange(n) for n in (4, 8, 2, 2))
+    k = 32 * c[:, None] + 4 * s[:, None, None, None] + 2 * e + h[:, None, None]  # of place [s, h, c, e]
+    order = (128 * torch.arange(3)[:, None] + k.flatten()).flatten()
+    assert torch.equal(wide, x.dequantize()[:, order])
+    got = emulate_wide(wide, w, 133, 1, (128, 4), expanded=True)
+    assert distance(got[:, 0], block_linear(x, w)) < 1e-5
 
 
 def test_folding_tiles_keeps_what_fits():
@@ -247,6 +252,58 @@ def test_faults_of_linear_are_seen(fault):
     assert not distance(got, linear(x, w, dtype=torch.float32)) < 1e-11
 
 
+def emulated_few(x, w, dtype, source):
+    """The launches of `tilelang_few_cuda` in the emulator, over sums of NaN."""
+    (tokens, k), features = x.shape, w.shape[0]
+    shares, out = -(-k // few.SHARE), torch.zeros(tokens, features, dtype=dtype)
+    sums = torch.full((shares * tokens * features,), torch.nan)
+    grid = (-(-features // few.FEATURES), shares, -(-tokens // (8 * few.TILES)))
+    args = [x, x.stride(0), w, w.stride(0), tokens, features, k, sums, SHARED]
+    call = f"few::product<{few.TILES}>"
+    emulate(source, call, args, grid=grid, threads=few.THREADS, shared_bytes=few.BYTES)
+    call = f"few::add<{str(dtype == torch.bfloat16).lower()}>"
+    args = [sums, shares, tokens, features, out, out.stride(0)]
+    emulate(source, call, args, grid=-(-tokens * features // 2 // few.THREADS), threads=few.THREADS)
+    return out
+
+
+@needs_gpp
+@pytest.mark.parametrize("tokens, features, k", [(9, 24, 640), (70, 34, 1088)])
+def test_emulated_linear_of_few_tokens_is_the_reference(tokens, features, k):
+    """Rows with a stride, shares of k that are not whole, the same bits alone, a NaN in its row."""
+    torch.manual_seed(0)
+    x, w = torch.randn(tokens, k + 8).bfloat16()[:, :k], torch.randn(features, k).bfloat16()
+    source = few.source()
+    for dtype in (torch.float32, torch.bfloat16):
+        got = emulated_few(x, w, dtype, source)
+        assert distance(got, linear(x, w, dtype=dtype)) < 1e-11
+        assert torch.equal(emulated_few(x[3:4], w, dtype, source), got[3:4])
+    x[1, 3] = torch.nan
+    got = emulated_few(x, w, torch.float32, source)
+    assert got[1].isnan().all() and not got[torch.arange(tokens) != 1].isnan().any()
+
+
+FEW_FAULTS = {
+    "one share": ("blockIdx.y * SHARE + warp * DEEP", "warp * DEEP"),
+    "before the end": ("if (begin < k)", "if (begin + DEEP < k)"),
+    "another feature": ("feature + 8 * r, features - 1", "feature + 4 * r, features - 1"),
+    "a warp less": ("for (int i = 0; i < WARPS; ++i)", "for (int i = 1; i < WARPS; ++i)"),
+    "a share less": ("for (int s = 0; s < shares; ++s)", "for (int s = 1; s < shares; ++s)"),
+}
+
+
+@needs_gpp
+@pytest.mark.parametrize("fault", FEW_FAULTS)
+def test_faults_of_few_tokens_are_seen(fault):
+    torch.manual_seed(0)
+    x, w = torch.randn(9, 640).bfloat16(), torch.randn(24, 640).bfloat16()
+    before, after = FEW_FAULTS[fault]
+    source = few.source()
+    assert source.count(before) == 1
+    got = emulated_few(x, w, torch.float32, source.replace(before, after))
+    assert not distance(got, linear(x, w, dtype=torch.float32)) < 1e-11
+
+
 def rows_of(x, n):
     return MXFP8(x.values[:n], x.scale[:n]) if isinstance(x, MXFP8) else x[:n]
 
@@ -261,11 +318,12 @@ def gpu_calls(k):
         "fp8": (lambda x: block_linear(x, packed), x),
         "grouped": (lambda x: grouped_linear(x, w), groups),
         "linear": (lambda x: linear(x, wide, dtype=torch.float32), x.dequantize()),
+        "few": (lambda x: linear(x, wide[:384], dtype=torch.float32), x.dequantize()),
     }
 
 
 @needs_gpu
-@pytest.mark.parametrize("name", ["exact", "fp8", "grouped", "linear"])
+@pytest.mark.parametrize("name", ["exact", "fp8", "grouped", "linear", "few"])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 64, 65, 300, 700, 4096])
 def test_gpu(name, tokens):
     """The reference's values, the same bits again, no row depends on others, and a NaN stays in its row."""
@@ -289,7 +347,7 @@ def test_gpu(name, tokens):
     first[row] = kept
     others = torch.arange(tokens, device="cuda") != row
     assert nan[row].isnan().any() and torch.equal(nan[others], got[others])
-    if name != "linear":  # the library chooses by the number of rows
+    if name not in ("linear", "few"):  # the library chooses by the number of rows
         ends = (FEW, split_tokens(2304), 4096)
         full = call(rows_of(wide, next(end for end in ends if tokens <= end)))
         assert torch.equal(full[:tokens], got)

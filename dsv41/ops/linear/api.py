@@ -19,7 +19,7 @@ from ..._op import (
     workspace,
 )
 from ...formats import MXFP8, FP8Tiles, fold_tiles
-from ..quant.api import check_scales, mxfp8_operand
+from ..quant.api import check_scales, mxfp8_operand, unaligned
 
 
 def _unaligned(**tensors: Any) -> str | None:
@@ -65,6 +65,19 @@ def _library(*_: Any) -> str | None:
     return "inside batch_invariant(): a library promises no order of sums" if in_batch_invariant() else None
 
 
+def _few_rows(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, scratch: Any) -> str | None:
+    (tokens, k), features = x.shape, w.shape[0]
+    if in_batch_invariant():
+        return "inside batch_invariant(): built for few tokens, where others sum in another order"
+    if not 0 < tokens <= FEW_ROWS:
+        return f"built for 1 to {FEW_ROWS} tokens, not {tokens}"
+    if features > FEW_FEATURES or features % 2:
+        return f"built for an even number of up to {FEW_FEATURES} features, not {features}"
+    if k % 64 or k <= share_of(features, k):
+        return f"built for more than 512 values of k, a multiple of 64, not {k}"
+    return unaligned(x=x, w=w, out=out)
+
+
 def _npu_plain(x: Any, w: Any, out: Any, scratch: Any) -> str | None:
     return "in must be a multiple of 128" if x.shape[1] % 128 else _unaligned(x=x, w=w, out=out)
 
@@ -98,6 +111,7 @@ _LINEAR = Op(
     reference="dsv41_reference.linear:linear",
     package=__package__,
     kernels=(
+        Kernel("tilelang_few_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_few_rows),
         Kernel("torch_cuda", "cuda", supports=_library),
         Kernel("triton_cuda", "cuda", needs=("triton",)),
         Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_npu_plain),
@@ -106,6 +120,7 @@ _LINEAR = Op(
 
 
 FEW = 128  # tokens of the first class
+FEW_ROWS, FEW_FEATURES = 64, 512  # of a plain product that the kernel of few tokens takes
 
 
 def few(tokens: int) -> bool:
