@@ -16,7 +16,7 @@ from dsv41 import V41FlashConfig
 from dsv41.layers import V41State
 from dsv41.spec import DecodeGraphs
 from tests import models
-from tests.tools import sanitize_attn
+from tests.tools import sanitize_attn, sanitize_index
 
 
 def main() -> None:
@@ -24,6 +24,7 @@ def main() -> None:
     start, device = time.time(), "cuda" if torch.cuda.is_available() else "cpu"
     if "racecheck" in sys.argv:
         sanitize_attn.all_arrive()
+        sanitize_index.meet_at_mbarriers()
     cfg = V41FlashConfig.tiny(hidden=256, inter=128)
     model: Any = models.build(cfg, drafter=True).to(device).pack()
     for layer in cfg.engram.layers:
