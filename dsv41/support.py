@@ -32,7 +32,8 @@ MISSING = {
 }
 """Why no kernel of an op takes an Ascend 950."""
 LEGEND = (
-    "*run*: on an H200, against the reference. *emulated*: the emitted Ascend C runs in CI on a CPU."
+    "*run*: on an H200, against the reference. *emulated*: the emitted Ascend C runs in CI on a CPU,"
+    " products of cube cores as loops."
     " *lowered*: compiled to machine code (Ascend: to Ascend C) in CI, never run. *operators*: PyTorch's own,"
     " the code that CI runs on a CPU; never run there. *adapter*: calls a library;"
     " arguments and refusals are tested in CI, the library was never called from here."
