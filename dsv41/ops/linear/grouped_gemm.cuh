@@ -33,16 +33,18 @@ struct Tile {
   int token, feature, group, split;
 };
 
+// Within a group, up to eight tiles of tokens for each tile of features: those that run at once share both in the L2.
 template <int TOKENS>
 __device__ __forceinline__ Tile tile_of(int work, int tokens, int rank, int splits) {
   int split = work % splits, tile = work / splits, features = (rank + FEATURES - 1) / FEATURES;
-  int rows = (tokens + TOKENS - 1) / TOKENS, of_group = tile / features % rows;
-  return {of_group * TOKENS, tile % features * FEATURES, tile / (features * rows), split};
+  int rows = (tokens + TOKENS - 1) / TOKENS, group = tile / (features * rows), in_group = tile - group * features * rows;
+  int band = in_group / (8 * features), in_band = in_group - band * 8 * features, height = min(8, rows - 8 * band);
+  int feature = in_band / height;
+  return {(8 * band + in_band - feature * height) * TOKENS, feature * FEATURES, group, split};
 }
 
-// Two E4M3 bytes to two bf16, times `scale`.
-__device__ __forceinline__ uint32_t decode(uint32_t two, uint32_t scale) {
-  uint32_t t = __byte_perm(two, 0, 0x1404), bits = (t & 0x80008000u) | (t >> 4 & 0x07F007F0u);
+// Two bf16 of which `bits` has sign, exponent and mantissa of an E4M3 value in their places, times `scale`.
+__device__ __forceinline__ uint32_t scaled(uint32_t bits, uint32_t scale) {
   __nv_bfloat162 a, b;
   memcpy(&a, &bits, 4);
   memcpy(&b, &scale, 4);
@@ -50,11 +52,14 @@ __device__ __forceinline__ uint32_t decode(uint32_t two, uint32_t scale) {
   memcpy(&bits, &a, 4);
   return bits;
 }
+// The even and the odd ones of four E4M3 bytes.
+__device__ __forceinline__ uint32_t even(uint32_t w, uint32_t scale) { return scaled((w << 8 & 0x80008000u) | (w << 4 & 0x07F007F0u), scale); }
+__device__ __forceinline__ uint32_t odd(uint32_t w, uint32_t scale) { return scaled((w & 0x80008000u) | (w >> 4 & 0x07F007F0u), scale); }
 
-// x [tokens, groups, K] bf16, w [groups * rank, K], w_scale [groups * rank / 32, K / 32]; rank a multiple of FEATURES,
+// x [tokens, groups, K] bf16, EXPANDED: in the order of `expand`; w [groups * rank, K], w_scale [groups * rank / 32, K / 32]; rank a multiple of FEATURES,
 // or of 32 with one group. With splits > 1, `parts`
 // [splits, tokens, groups * rank] gets the sums of each share of K, else `out` [tokens, groups * rank].
-template <int TOKENS, int STAGES, class Map>
+template <int TOKENS, int STAGES, bool EXPANDED, class Map>
 __device__ __forceinline__ void linear(const Map& x, const Map& w, const uint8_t* w_scale, int tokens, int groups,
                                        int rank, int K, int splits, const Map& out, float* parts, uint8_t* shared) {
   using S = Shared<TOKENS, STAGES>;
@@ -111,19 +116,37 @@ __device__ __forceinline__ void linear(const Map& x, const Map& w, const uint8_t
 
   hopper::registers_grow<232>();
   int warp = thread >> 5, lane = thread & 31, g = lane >> 2, c = lane & 3, half = role - 1;
+  int from;  // where the scales of the next block of weights are
+  uint32_t next;
+  auto first_scales = [&](int work) {
+    Tile tile = tile_of<TOKENS>(work, tokens, rank, splits);
+    int feature = tile.group * rank + tile.feature + half * 64 + warp * 16;
+    from = min(feature, groups * rank - 1) / 32 * (K / 32) + tile.split * blocks_k / splits * 4;
+    next = __ldg(reinterpret_cast<const uint32_t*>(w_scale + from));
+  };
+  if (blockIdx.x < total) first_scales(blockIdx.x);
   for (int work = blockIdx.x; work < total; work += gridDim.x) {
     Tile tile = tile_of<TOKENS>(work, tokens, rank, splits);
     int begin = tile.split * blocks_k / splits, end = (tile.split + 1) * blocks_k / splits;
     int feature = tile.group * rank + tile.feature + half * 64 + warp * 16;
-    int from = min(feature, groups * rank - 1) / 32 * (K / 32) + begin * 4;
-    uint32_t next = __ldg(reinterpret_cast<const uint32_t*>(w_scale + from));
     float acc[TOKENS / 2] = {};
-    uint32_t raw[2][4], a[2][4];
-    auto fetch = [&](int step) {  // 16 k of the block of weights, on their way while those before are decoded
+    // A step multiplies 16 k. Rows of `expand` have the k of a block in an order in which those of a thread's weights lie
+    // together: four steps are one load, and one scale is for all. Else a step has the thread's k 2 c, 2 c + 1 and those 8 on.
+    constexpr int STEPS = EXPANDED ? 4 : 1, WORDS = EXPANDED ? 4 : 2;  // of a fetch; words of a row
+    uint32_t raw[2][2][WORDS], a[2][4];
+    auto fetch = [&](int step) {  // on their way while those before are decoded
       if (step == 0) hopper::barrier_wait(smem.full_weights(weights.stage), weights.phase);
-      const uint8_t* at = smem.weights(weights.stage) + (half * 64 + warp * 16 + g) * 128 + ((step ^ g) << 4) + 2 * c;
+      const uint8_t* at = smem.weights(weights.stage) + (half * 64 + warp * 16 + g) * 128;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) raw[step & 1][i] = *reinterpret_cast<const uint16_t*>(at + 1024 * (i & 1) + 8 * (i >> 1));
+      for (int row = 0; row < 2; ++row)
+        if constexpr (EXPANDED) {
+          uint4 four = *reinterpret_cast<const uint4*>(at + row * 1024 + (((2 * c + step / 4) ^ g) << 4));
+          uint32_t* to = raw[step / 4 & 1][row];
+          to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+        } else {
+          for (int i = 0; i < 2; ++i)
+            raw[step & 1][row][i] = *reinterpret_cast<const uint16_t*>(at + row * 1024 + ((step ^ g) << 4) + 2 * c + 8 * i);
+        }
     };
     int previous = -1, held = -1;  // the block of tokens before this one, and the one before the last
     fetch(0);
@@ -133,13 +156,20 @@ __device__ __forceinline__ void linear(const Map& x, const Map& w, const uint8_t
       if (k + 1 < end) next = __ldg(reinterpret_cast<const uint32_t*>(w_scale + (from += 4)));
 #pragma unroll
       for (int step = 0; step < 8; ++step) {
-        if (step < 7) fetch(step + 1);
-        uint32_t field = (codes >> 8 * (step >> 1) & 0xFF) + (120 - LATER), scale = field << 7 | field << 23;
+        if (step % STEPS == 0 && step + STEPS < 8) fetch(step + STEPS);
+        uint32_t field = (codes >> 8 * (EXPANDED ? c : step >> 1) & 0xFF) + (120 - LATER), scale = field << 7 | field << 23;
         hopper::wgmma_wait<1>();  // a[step & 1] is free again
         if (step == 5 && k + 1 == end) held = previous;
         else if ((step & 3) == 1 && previous >= 0 && lane == 0) hopper::barrier_arrive(smem.empty(previous));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[step & 1][i] = decode(raw[step & 1][i], scale);
+        for (int row = 0; row < 2; ++row) {
+          const uint32_t* w = raw[step / STEPS & 1][row];
+          if constexpr (EXPANDED) {
+            a[step & 1][row] = even(w[step & 3], scale), a[step & 1][row + 2] = odd(w[step & 3], scale);
+          } else {
+            for (int i = 0; i < 2; ++i) a[step & 1][row + 2 * i] = odd(__byte_perm(w[i], 0, 0x1404), scale);
+          }
+        }
         if ((step & 3) == 0) hopper::barrier_wait(smem.full(ring.stage), ring.phase);
         uint64_t b = hopper::tile_descriptor(hopper::smem_address(smem.tokens(ring.stage)));
         hopper::wgmma_fence();
@@ -156,6 +186,7 @@ __device__ __forceinline__ void linear(const Map& x, const Map& w, const uint8_t
     }
     hopper::wgmma_wait<0>();
     hopper::keep(acc);
+    if (work + static_cast<int>(gridDim.x) < total) first_scales(work + gridDim.x);  // arrive while this tile is stored
     const float back = __uint_as_float((127u + LATER) << 23);
     if (splits > 1) {
       if (lane == 0) hopper::barrier_arrive(smem.empty(held)), hopper::barrier_arrive(smem.empty(previous));

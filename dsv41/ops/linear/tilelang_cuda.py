@@ -92,7 +92,8 @@ def _product(tile, per, arch):
 
 
 @compiled
-def _grouped(tile, arch):
+def _grouped(tile, expanded, arch):
+    """``expanded``: the tokens come from `_expand`, whose order of k is cheaper to decode weights for."""
     width, stages = WIDE_TILES[tile]
     here = Path(__file__).parent
     files = HERE / "hopper_store.cuh", here / "block_gemm.cuh", here / "grouped_gemm.cuh"
@@ -120,7 +121,7 @@ def _grouped(tile, arch):
             shared = T.alloc_shared((size_shared,), T.uint8)
             T.call_extern(
                 "handle",
-                f"grouped::linear<{width}, {stages}>",
+                f"grouped::linear<{width}, {stages}, {str(expanded).lower()}>",
                 _map(x, tokens, width_bytes, width),
                 _map(w, rows, k, 128),
                 w_scale.access_ptr("r"),
@@ -220,7 +221,8 @@ def variants(cfg):
             yield _product, (tile, 32, "sm_90a")
         yield _product, (tile, 128, "sm_90a")
     for tile in WIDE_TILES:
-        yield _grouped, (tile, "sm_90a")
+        for expanded in (False, True):
+            yield _grouped, (tile, expanded, "sm_90a")
     yield _reduce, ("sm_90a",)
     yield _coarsen, ("sm_90a",)
     yield _expand, ("sm_90a",)
@@ -232,6 +234,12 @@ WIDE = {
     "decode": (64, 1310, 2500),
     "middle": (128, 1510, 3200),
     "large": (192, 1760, 4700),
+    "prefill": (256, 2060, 5300),
+}
+EXPANDED = {
+    "decode": (64, 1060, 2500),
+    "middle": (128, 1310, 3200),
+    "large": (192, 1660, 4700),
     "prefill": (256, 2060, 5300),
 }
 
@@ -259,7 +267,7 @@ def block_linear(x, x_scale, w, w_scale, numerics, out, scratch):
     x, w = x.view(torch.uint8), w.view(torch.uint8)
     if numerics == "exact" and not few(tokens):
         _expand(arch)(x, x_scale, wide)
-        product = _grouped(choose_tile(WIDE, tokens, features, k, splits), arch)
+        product = _grouped(choose_tile(EXPANDED, tokens, features, k, splits), True, arch)
         product(wide.view(torch.uint8), w, w_scale, out.view(torch.uint8), parts, 1, splits)
     else:
         if numerics == "fp8":
@@ -281,7 +289,7 @@ def grouped_linear(x, w, w_scale, out, scratch):
         return
     splits = num_splits(tokens, rows, k)
     *_, parts = split_scratch(scratch, scratch_parts(tokens, rows, k, "bf16"))
-    product = _grouped(choose_tile(WIDE, tokens, rows, k, splits), arch)
+    product = _grouped(choose_tile(WIDE, tokens, rows, k, splits), False, arch)
     rows_in, rows_out = (t.view(torch.uint8).view(tokens, -1) for t in (x, out))
     product(rows_in, w.view(torch.uint8), w_scale, rows_out, parts, groups, splits)
     if splits > 1:
