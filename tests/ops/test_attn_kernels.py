@@ -12,7 +12,7 @@ from dsv41 import ops, use
 from dsv41._op import Target, Unsupported
 from dsv41._op import ops as registered
 from dsv41.cache import PagedKV, Record, page_slots
-from dsv41.ops._tilelang import device_source
+from dsv41.ops._tilelang import HERE, device_source
 from dsv41.ops.attn import api, sparse_attn_scratch
 from tests.ops.attn_cases import CASES, SCALE, Case, choose, compare, inputs, random_cache
 from tests.ops.rows import same
@@ -23,7 +23,10 @@ from tests.tools.cuda_emu import SHARED, EmulationError, available, emulate
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 emulated = pytest.mark.skipif(not available(), reason="needs g++")
 FOLDER = Path(api.__file__).parent
-FILES = [FOLDER / name for name in ("records.cuh", "sparse_attn.cuh", "combine.cuh")]
+FILES = [
+    HERE / "hopper_cluster.cuh",
+    *(FOLDER / f"{name}.cuh" for name in ("records", "tiles", "output", "sparse_attn", "combine")),
+]
 SOURCE = device_source(*FILES, wgmma={"bf16_ss": (64,), "bf16_rs_t": (128,)})
 NUMBERS = {"mxfp8": 0, "nvfp4": 1, "v4": 2, "bf16": 3}
 
@@ -31,7 +34,7 @@ NUMBERS = {"mxfp8": 0, "nvfp4": 1, "v4": 2, "bf16": 3}
 def emulate_attn(
     q: torch.Tensor, window: PagedKV, near: torch.Tensor, compressed: PagedKV, far: torch.Tensor, *,
     scale: float, sink: torch.Tensor | None, inverse_rope: Any = None, return_lse: bool = True,
-    num_splits: int | None = None, blocks: int = 2, source: str = SOURCE,
+    num_splits: int | None = None, blocks: int = 2, clusters: bool = True, source: str = SOURCE,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``sparse_attn`` launch by launch, as tilelang_cuda.py does it."""
     rows, heads, _ = q.shape
@@ -48,9 +51,13 @@ def emulate_attn(
         [None, 0, None, 0] if inverse_rope is None else [v for x in inverse_rope for v in (x, x.stride(0))]
     )
     args += [sink, *angles, float(scale), splits, out, out.stride(0), out.stride(1), lse, scratch, SHARED]
-    call = f"sparse_attn::attend<{NUMBERS[window.record.layout]}, {NUMBERS[compressed.record.layout]}>"
-    emulate(source, call, args, grid=blocks, threads=512, shared_bytes=230400)
-    if splits > 1:
+    pair = window.record.layout, compressed.record.layout
+    cluster = splits if clusters and splits in api.CLUSTERS.get(pair, ()) else 1
+    if cluster > 1:
+        blocks = rows * -(-heads // 64) * splits
+    call = f"sparse_attn::attend<{NUMBERS[pair[0]]}, {NUMBERS[pair[1]]}, {cluster}>"
+    emulate(source, call, args, grid=blocks, threads=512, shared_bytes=230400, cluster=cluster)
+    if splits > cluster:
         parts = [scratch, rows, heads, splits, sink, *angles, out, out.stride(0), out.stride(1), lse]
         emulate(source, "sparse_attn::combine", parts, grid=rows * heads, threads=128)
     return out, lse
@@ -92,13 +99,24 @@ def test_on_gpu(name: str) -> None:
     assert_near(case, got, args, keys)
 
 
+@emulated
+@pytest.mark.parametrize("splits, layout", [(2, "nvfp4"), (3, "mxfp8"), (5, "nvfp4")])
+def test_a_cluster_makes_the_bits_of_the_combination(splits: int, layout: str) -> None:
+    case = Case("", tokens=2, heads=80, near=130, far=130, missing=0.2, rope=64, layouts=("mxfp8", layout))
+    args, keys = inputs(case, "cpu")
+    got, want = (emulate_attn(*args, **keys, num_splits=splits, clusters=c) for c in (True, False))
+    assert same(got[0], want[0]) and same(got[1], want[1])
+    assert_near(case, got, args, keys)
+
+
 FAULTS: dict[str, tuple[str, str]] = {
     "mask": ("if (keys != ~0ull)", "if (false)"),
     "fence": ("fence_async();\n        warp_arrive(&shared.full", "warp_arrive(&shared.full"),
     "buffer taken early": ("barrier_wait(empty, turn);\n      if (simple)", "if (simple)"),
     "tile read early": ("barrier_wait(&shared.posted[number % TILES], number / TILES & 1);", ""),
     "tiles overwritten": ("AHEAD = 6, TILES = 8", "AHEAD = 8, TILES = 8"),
-    "buffer given early": ("      warp_arrive(&shared.taken);\n      sent_turn ^= 1", "      sent_turn ^= 1"),
+    "buffer given early": ("warp_arrive(&shared.taken);\n      sent_turn ^= 1;\n      if",
+                           "sent_turn ^= 1;\n      if"),
     "q read early": ("copy_wait<0>();\n    fence_async();\n", ""),
     "q taken early": ("named_barrier(1, 128);  // all four warps are done with Q", ""),
     "rescaling": ("scale_rows(out, rescale);\n      add_values(out, weights, tile, first);\n      warp_arrive"
@@ -116,6 +134,10 @@ FAULTS: dict[str, tuple[str, str]] = {
     "growing maximum": ("!(new_top[r] > top[r] + 16)", "top[r] > -INFINITY"),
     "angles": ("s = -__ldg(", "s = __ldg("),
     "combination": ("weight = exp2f(sums[2 * at] - base)", "weight = 1"),
+    "cluster, parts early": ("cluster_barrier();  // no block needs its tiles any more", ""),
+    "cluster, parts read early": ("cluster_barrier();  // everything has arrived", ""),
+    "cluster, sums": ("weight = exp2f(weight - base)", "weight = 1"),
+    "cluster, places": ("2 * rank * PIECE", "2 * (rank ^ 1) * PIECE"),
 }  # fmt: skip
 
 
@@ -124,13 +146,14 @@ FAULTS: dict[str, tuple[str, str]] = {
 def test_the_emulator_finds(fault: str) -> None:
     old, new = FAULTS[fault]
     assert SOURCE.count(old) == 1
-    sink, splits = (30.0 if fault == "sink" else 0.5), (2 if fault == "combination" else 1)
+    sink, splits = (30.0 if fault == "sink" else 0.5), (2 if fault[:2] in ("co", "cl") else 1)
     steep = {"rescaling": 4, "growing maximum": 64}.get(fault, 1)
     case = Case("", tokens=3, near=130, far=150, missing=0.2, sink=sink, splits=splits, rope=64, steep=steep)
     args, keys = inputs(case, "cpu")
     with pytest.raises((AssertionError, EmulationError)):
         source = SOURCE.replace(old, new)
-        got = emulate_attn(*args, **keys, num_splits=case.splits, blocks=1, source=source)
+        clusters = fault != "combination"
+        got = emulate_attn(*args, **keys, num_splits=splits, blocks=1, clusters=clusters, source=source)
         assert_near(case, got, args, keys)
 
 

@@ -24,6 +24,8 @@ from ...cache import PagedKV
 from ..norm_rope.api import check_rope_table
 
 TILE = 64  # keys, and heads, that a block of the Hopper kernel takes at a time
+# Splits that a cluster of blocks adds up on Hopper, without a second launch: those of the model's own lists.
+CLUSTERS = {("mxfp8", "nvfp4"): (2, 3, 4, 5), ("mxfp8", "mxfp8"): (2, 3)}
 BLOCKS = 132  # blocks that the automatic number of splits fills; a constant, so that it needs no device
 
 

@@ -1,4 +1,7 @@
-"""Sparse attention on Hopper: records decoded beside the tensor cores that use them (sparse_attn.cuh)."""
+"""Sparse attention on Hopper: records decoded beside the tensor cores that use them (sparse_attn.cuh).
+
+Both kernels may be launched before what is in front of them has ended, and wait for that there (`pdl_sync`).
+"""
 
 from pathlib import Path
 
@@ -6,23 +9,25 @@ import tilelang.language as T
 import torch
 
 from ..._op import compiled
-from .._tilelang import build, device_source
+from .._tilelang import HERE, build, device_source
+from .api import CLUSTERS
 
 BLOCKS = 132  # blocks of the persistent kernel; any number is right
 THREADS = 512
-SHARED_BYTES = 230400  # sizeof(Shared) in sparse_attn.cuh and the padding of its alignment
+SHARED_BYTES = 230400  # sizeof(Shared) in tiles.cuh and the padding of its alignment
+FILES = ("records", "tiles", "output", "sparse_attn", "combine")
 NUMBERS = {"mxfp8": 0, "nvfp4": 1, "v4": 2, "bf16": 3}  # enum Layout
 
 
 def _source() -> str:
-    files = (Path(__file__).parent / name for name in ("records.cuh", "sparse_attn.cuh", "combine.cuh"))
-    return device_source(*files, wgmma={"bf16_ss": (64,), "bf16_rs_t": (128,)})
+    files = (Path(__file__).parent / f"{name}.cuh" for name in FILES)
+    return device_source(HERE / "hopper_cluster.cuh", *files, wgmma={"bf16_ss": (64,), "bf16_rs_t": (128,)})
 
 
 @compiled
-def _attend(window_layout, compressed_layout, arch):
+def _attend(window_layout, compressed_layout, cluster, arch):
     source = _source()
-    call = f"sparse_attn::attend<{NUMBERS[window_layout]}, {NUMBERS[compressed_layout]}>"
+    call = f"sparse_attn::attend<{NUMBERS[window_layout]}, {NUMBERS[compressed_layout]}, {cluster}>"
 
     @T.prim_func
     def sparse_attn(
@@ -59,8 +64,10 @@ def _attend(window_layout, compressed_layout, arch):
         scratch: T.int64,
         blocks: T.int32,
     ):
-        with T.Kernel(blocks, threads=THREADS) as _:
+        with T.Kernel(blocks, threads=THREADS, cluster_dims=cluster if cluster > 1 else None) as _:
             T.import_source(source)
+            T.pdl_sync()
+            T.pdl_trigger()
             shared = T.alloc_shared((SHARED_BYTES,), T.uint8)
             T.call_extern(
                 "handle", call, q, q_row, q_head, rows, heads,
@@ -96,6 +103,7 @@ def _combine(arch):
     ):
         with T.Kernel(rows * heads, threads=128) as _:
             T.import_source(source)
+            T.pdl_sync()
             T.call_extern(
                 "handle", "sparse_attn::combine", scratch, rows, heads, splits, sink,
                 cos, cos_row, sin, sin_row, anchor.access_ptr("w"), out_row, out_head, lse,
@@ -106,8 +114,9 @@ def _combine(arch):
 
 def variants(cfg):
     """The window records with compressed entries (also: without any), and the drafter's two sets of rows."""
-    yield _attend, ("mxfp8", "nvfp4", "sm_90a")
-    yield _attend, ("mxfp8", "mxfp8", "sm_90a")
+    for layouts, clusters in CLUSTERS.items():
+        for cluster in (1, *clusters):
+            yield _attend, (*layouts, cluster, "sm_90a")
     yield _combine, ("sm_90a",)
 
 
@@ -131,12 +140,15 @@ def sparse_attn(
     angles = [0, 0, 0, 0] if cos is None else [cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0)]
     lse_at = lse.data_ptr() if lse.numel() else 0
     anchor = out.view(torch.uint8).as_strided((16,), (1,))
+    cluster = num_splits if num_splits in CLUSTERS.get((window_layout, compressed_layout), ()) else 1
     items = rows * -(-heads // 64) * num_splits
-    _attend(window_layout, compressed_layout, "sm_90a")(
+    # A cluster takes one row; without clusters, blocks go on from row to row.
+    blocks = min(items, BLOCKS) if cluster == 1 else items
+    _attend(window_layout, compressed_layout, cluster, "sm_90a")(
         anchor, q.data_ptr(), q.stride(0), q.stride(1), rows, heads, *sets, sink_at, *angles, scale,
-        num_splits, out.stride(0), out.stride(1), lse_at, scratch.data_ptr(), min(items, BLOCKS),
+        num_splits, out.stride(0), out.stride(1), lse_at, scratch.data_ptr(), blocks,
     )  # fmt: skip
-    if num_splits > 1:
+    if num_splits > cluster:
         _combine("sm_90a")(
             anchor, scratch.data_ptr(), rows, heads, num_splits, sink_at, *angles,
             out.stride(0), out.stride(1), lse_at,

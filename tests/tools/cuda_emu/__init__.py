@@ -1,12 +1,12 @@
 """Runs the CUDA device functions of the library on a CPU: g++ compiles the same text against `emu.h`.
 
-One block at a time; its threads are fibers that switch where CUDA threads may wait. Reported, with the thread
-and the line of source: deadlocks (what every thread waits for), accesses outside shared memory or outside a
-tensor, misaligned ones, reads of shared memory that was never written or that a copy is in flight to, two
-accesses without a barrier between them, operands of wgmma that change before the wait or that no fence made
-visible.
-Accumulators are NaN until the wait. It proves numerics, indexing and synchronisation of one block; not speed,
-registers, atomics between blocks, nor that wgmma's own sums round as the tensor cores do.
+One block or cluster at a time; its threads are fibers that switch where CUDA threads may wait. Reported, with
+the thread and the line of source: deadlocks (what every thread waits for), accesses outside shared memory or
+outside a tensor, misaligned ones, reads of shared memory that was never written or that a copy is in flight
+to, two accesses without a barrier between them, operands of wgmma that change before the wait or that no
+fence made visible.
+Accumulators are NaN until the wait. It proves numerics, indexing and synchronisation of one block or cluster;
+not speed, registers, atomics between blocks, nor that wgmma's own sums round as the tensor cores do.
 """
 
 import ctypes
@@ -36,7 +36,6 @@ class _Shared:
         return "SHARED"
 
 
-SCHEDULES = ("eager", "late", "first", "last")
 SHARED = _Shared()
 """In ``args``: the pointer to the block's shared memory."""
 
@@ -134,6 +133,7 @@ def emulate(
     grid: int | tuple[int, ...],
     threads: int | tuple[int, ...],
     shared_bytes: int = 0,
+    cluster: int = 1,
     schedules: tuple[str, ...] = ("late", "eager"),
     uninitialised: str = "report",
     seconds: int = 120,
@@ -147,10 +147,9 @@ def emulate(
             `SHARED`; None is a null pointer.
         grid, threads: as a CUDA launch; up to three sizes.
         shared_bytes: size of the dynamic shared memory, aligned to 1,024.
+        cluster: blocks of a cluster, neighbours in the grid; they run together.
         schedules: "late": copies land when nothing else can run, threads and blocks in ascending order;
-            "eager": copies land at the first wait, descending order; "first", "last": as eager, and the first
-            (the last) of every four warps is ahead of the others as far as barriers let it. The results must
-            be the same bits.
+            "eager": copies land at the first wait, descending order. The results must be the same bits.
         uninitialised: "report" reads of shared memory never written, or "allow" them (bytes of 0xFF).
         seconds: time limit of one schedule.
 
@@ -209,9 +208,10 @@ def emulate(
             (ctypes.c_char_p * max(n, 1))(*names),
             (ctypes.c_size_t * max(n, 1))(*begin),
             (ctypes.c_size_t * max(n, 1))(*[len(s) for s in spans]),
-            SCHEDULES.index(schedule),
+            int(schedule == "late"),
             int(uninitialised == "allow"),
             seconds,
+            cluster,
         )
         if error is not None:
             raise EmulationError(_located(f"{call} ({schedule}): {error.decode()}", path, text))

@@ -56,6 +56,10 @@ inline void wgmma_wait() { emu::wgmma_wait(PENDING); }
 template <int N>
 inline void keep(float (&)[N]) {}
 
+inline void cluster_barrier() { emu::cluster_barrier(); }
+inline uint32_t cluster_address(const void* p, uint32_t rank) { return emu::cluster_address(p, rank); }
+inline void cluster_store(uint32_t to, float4 v) { emu::cluster_store(to, &v); }
+
 inline bool elect() { return emu::lane() == 0; }
 // Lane l holds row l / 4, columns 2 * (l % 4) + {0, 1} of the matrix and of its transpose.
 inline uint32_t transpose_8x8(uint32_t v) {

@@ -1,4 +1,4 @@
-// Runs one block of CUDA threads as fibers on one CPU thread and watches its shared memory.
+// Runs one block of CUDA threads, or those of a cluster, as fibers on one CPU thread and watches their shared memory.
 //
 // A fiber runs until it blocks; the order of a schedule is fixed, so every run is the same. Asynchronous work is as late as
 // the program allows: copies land when a thread waits for their barrier and (in the late schedule) nothing else
@@ -79,27 +79,37 @@ std::vector<int> thread_order() {
   return order;
 }
 
-void run_block() {
-  const int n = static_cast<int>(threads.size());
+void run_blocks() {
+  const int n = static_cast<int>(threads.size()), count = static_cast<int>(blocks.size());
   const std::vector<int> order = thread_order();
   for (;;) {
     moved = false;
     ++turn;
-    bool progress = false;
-    if (!by_warp) progress = run_threads(order.data(), order.data() + n);
-    for (int at = 0; by_warp && at < n; at += 32)  // each warp as far as it can go
-      while (run_threads(order.data() + at, order.data() + std::min(at + 32, n))) progress = true;
-    const bool alive = std::any_of(threads.begin(), threads.end(), [](const Thread& t) { return !t.finished; });
+    bool progress = false, alive = false;
+    for (int i = 0; i < count; ++i) {
+      activate(late ? i : count - 1 - i);
+      if (!by_warp) progress |= run_threads(order.data(), order.data() + n);
+      for (int at = 0; by_warp && at < n; at += 32)  // each warp as far as it can go
+        while (run_threads(order.data() + at, order.data() + std::min(at + 32, n))) progress = true;
+      alive |= std::any_of(threads.begin(), threads.end(), [](const Thread& t) { return !t.finished; });
+    }
     current = -1;
     if (!alive) break;
     if (progress || moved) continue;
     bool delivered = false;  // nobody can run: now the asynchronous work completes, one step
-    for (auto& [address, b] : barriers) {
-      bool awaited = false;
-      for (auto& t : threads) awaited |= !t.finished && t.awaits == address;
-      if (awaited && deliver(b)) delivered = true;
+    for (int i = 0; i < count; ++i) {
+      activate(i);
+      for (auto& [address, b] : barriers) {
+        bool awaited = false;
+        for (auto& t : threads) awaited |= !t.finished && t.awaits == address;
+        if (awaited && deliver(b)) delivered = true;
+      }
     }
     if (delivered) continue;
+    for (int i = 0; i < count; ++i) {  // of the first block that has not ended
+      activate(i);
+      if (!std::all_of(threads.begin(), threads.end(), [](const Thread& t) { return t.finished; })) break;
+    }
     std::map<std::string, std::vector<int>> groups;
     for (int t = 0; t < n; ++t) groups[threads[t].finished ? "has ended" : "waits for " + threads[t].waits_for].push_back(t);
     std::string text = "deadlock:";
@@ -115,12 +125,15 @@ void run_block() {
                 std::to_string(b.bytes) + " bytes missing";
     stop(text);
   }
-  for (size_t i = 0; i < shared_size; ++i)
-    if (bytes[i].state == kInFlight) stop("the block ended while a copy to shared memory byte " + std::to_string(i) + " was in flight");
-  for (auto& t : threads)
-    for (auto& group : t.stores)
-      for (auto& c : group)
-        if (!c->done) stop("the block ended before bulk_store_wait");
+  for (int i = 0; i < count; ++i) {
+    activate(i);
+    for (size_t i = 0; i < shared_size; ++i)
+      if (bytes[i].state == kInFlight) stop("the block ended while a copy to shared memory byte " + std::to_string(i) + " was in flight");
+    for (auto& t : threads)
+      for (auto& group : t.stores)
+        for (auto& c : group)
+          if (!c->done) stop("the block ended before bulk_store_wait");
+  }
 }
 
 void fiber() {
@@ -239,6 +252,72 @@ void atomic_access(const void* p, size_t count) {
   } else if (a >= arena && a < arena + arena_size) {
     check_global(p, count, "atomic");
   }
+}
+
+// ---- clusters --------------------------------------------------------------------------------------------
+constexpr uint32_t kBlock = 1 << 24;  // from block to block in the window of the cluster
+
+void cluster_barrier() {
+  ++cluster_arrived;
+  release(blocks[active].arriving);
+  const uint64_t generation = cluster_generation;
+  block("the barrier of the cluster", [generation] {
+    if (cluster_generation != generation) return true;
+    const int before = active;
+    size_t needed = 0;  // threads that have ended do not count
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      activate(static_cast<int>(i));
+      for (auto& t : threads) needed += !t.finished;
+    }
+    const bool complete = cluster_arrived == needed;
+    for (size_t i = 0; complete && i < blocks.size(); ++i) {
+      activate(static_cast<int>(i));
+      Block& b = blocks[i];
+      for (const Store& s : b.stores) {
+        memcpy(shared + s.offset, s.data, 16);
+        mark_written(s.offset, 16, engine(), ++engine_clock, false);
+      }
+      b.stores.clear();
+      b.completed = b.arriving;
+      b.completed.resize(engine() + 1);
+      b.completed[engine()] = engine_clock;
+    }
+    activate(before);
+    if (complete) cluster_arrived = 0, ++cluster_generation;
+    return complete;
+  });
+  join(me().clocks, blocks[active].completed);
+}
+uint32_t cluster_address(const void* p, uint32_t rank) {
+  if (rank >= blocks.size()) fail("cluster_address: block %u of %zu", rank, blocks.size());
+  return shared_offset(p, 0, "cluster_address") + rank * kBlock;
+}
+void cluster_store(uint32_t to, const void* data) {
+  const uint32_t rank = to / kBlock, offset = to % kBlock;
+  if (offset % 16 || offset + 16 > shared_size) fail("cluster_store: shared memory + %u, 16 bytes", offset);
+  // What that block did with these bytes must lie before the last barrier of the cluster.
+  Block& there = blocks[rank];
+  const int before = active, thread = current;
+  const auto seen = [&there](int by, uint32_t clock) { return static_cast<size_t>(by) < there.completed.size() && there.completed[by] >= clock; };
+  activate(static_cast<int>(rank));
+  std::string problem;
+  for (uint32_t i = offset; i < offset + 16; ++i) {
+    const Byte& b = bytes[i];
+    if (b.state == kInFlight) problem = "written while a copy to it is in flight";
+    if (b.state == kWritten && b.writer != kAtomic && !seen(b.writer, b.clock)) problem = "written by another block after a write by " + who(b.writer);
+    for (size_t w = 0; w * 32 < threads.size(); ++w) {
+      const uint32_t r = readers[w * shared_size + i];
+      const int reader = static_cast<int>(w * 32 + (r & 31));
+      if (r && !seen(reader, r >> 5)) problem = "written by another block after a read by " + who(reader);
+    }
+  }
+  for (uint32_t i = offset; i < offset + 16; ++i) bytes[i].state = kInFlight;
+  memset(shared + offset, 0xFF, 16);
+  there.stores.push_back({offset, {}});
+  memcpy(there.stores.back().data, data, 16);
+  activate(before);
+  current = thread;
+  if (!problem.empty()) fail("shared memory byte %u of block %u of the cluster: %s without a barrier between", offset, rank, problem.c_str());
 }
 
 uint32_t shared_address(const void* p) { return shared_offset(p, 0, "shared address") + kWindow; }
@@ -368,7 +447,7 @@ extern "C" void dsv41_entry(void* shared, void* const* slots);
 extern "C" const char* emu_run(const unsigned* grid, const unsigned* block, size_t shared_bytes, void* const* slots,
                                void* arena_base, size_t arena_bytes, int count, const char* const* names,
                                const size_t* begin, const size_t* size, int schedule, int uninitialised,
-                               int seconds) {
+                               int seconds, unsigned cluster) {
   using namespace emu;
   late = schedule == 1;
   by_warp = schedule < 2 ? 0 : schedule == 2 ? 1 : -1;
@@ -382,10 +461,9 @@ extern "C" const char* emu_run(const unsigned* grid, const unsigned* block, size
   const int n = block[0] * block[1] * block[2];
   const size_t body = (shared_bytes + 1023) / 1024 * 1024, guard = 64 << 10;
   shared_map_size = body + 2 * guard;
-  shared_map = static_cast<uint8_t*>(mmap(nullptr, shared_map_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  shared = shared_map + guard;
+  auto* maps = static_cast<uint8_t*>(mmap(nullptr, cluster * shared_map_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   shared_size = shared_bytes;
-  auto* stacks = static_cast<char*>(mmap(nullptr, kStack * n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  auto* stacks = static_cast<char*>(mmap(nullptr, kStack * n * cluster, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   stack_t alternative = {}, old_stack = {};
   alternative.ss_sp = signal_stack;
   alternative.ss_size = sizeof signal_stack;
@@ -401,36 +479,45 @@ extern "C" const char* emu_run(const unsigned* grid, const unsigned* block, size
   owner = pthread_self();
   if (!_setjmp(bail)) {
     const unsigned total = grid[0] * grid[1] * grid[2];
-    for (unsigned step = 0; step < total; ++step) {
-      const unsigned at = late ? step : total - 1 - step;
-      blockIdx_ = {at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]};
-      memset(shared, 0xFF, body);
-      bytes.assign(shared_bytes, Byte{});
-      readers.assign(shared_bytes * ((n + 31) / 32), 0);
-      barriers.clear();
-      meetings.clear();
-      block_barriers.clear();
-      now = 1;
-      engine_clock = 0;
-      threads.clear();
-      threads.resize(n);
-      entry = [slots] { dsv41_entry(shared, slots); };
-      for (int t = 0; t < n; ++t) {
-        Thread& thread = threads[t];
-        thread.started = thread.finished = false;
-        thread.fence_time = 0;
-        thread.clocks.assign(n + 1, 0);
-        thread.clocks[t] = 1;
-        const unsigned u = t;
-        thread.index = {u % block[0], u / block[0] % block[1], u / block[0] / block[1]};
-        getcontext(&thread.context);
-        thread.context.uc_stack.ss_sp = stacks + kStack * t;
-        thread.context.uc_stack.ss_size = kStack;
-        thread.context.uc_link = nullptr;
-        makecontext(&thread.context, fiber, 0);
+    for (unsigned step = 0; step < total; step += cluster) {
+      blocks.clear();
+      blocks.resize(cluster);
+      active = 0;
+      cluster_arrived = 0;
+      for (unsigned rank = 0; rank < cluster; ++rank) {
+        activate(rank);
+        const unsigned at = (late ? step : total - cluster - step) + rank;
+        blockIdx_ = {at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]};
+        shared_map = maps + rank * shared_map_size;
+        shared = shared_map + guard;
+        memset(shared, 0xFF, body);
+        bytes.assign(shared_bytes, Byte{});
+        readers.assign(shared_bytes * ((n + 31) / 32), 0);
+        barriers.clear();
+        meetings.clear();
+        block_barriers.clear();
+        now = 1;
+        engine_clock = 0;
+        threads.clear();
+        threads.resize(n);
+        entry = [slots] { dsv41_entry(shared, slots); };
+        for (int t = 0; t < n; ++t) {
+          Thread& thread = threads[t];
+          thread.started = thread.finished = false;
+          thread.fence_time = 0;
+          thread.clocks.assign(n + 1, 0);
+          thread.clocks[t] = 1;
+          const unsigned u = t;
+          thread.index = {u % block[0], u / block[0] % block[1], u / block[0] / block[1]};
+          getcontext(&thread.context);
+          thread.context.uc_stack.ss_sp = stacks + kStack * (rank * n + t);
+          thread.context.uc_stack.ss_size = kStack;
+          thread.context.uc_link = nullptr;
+          makecontext(&thread.context, fiber, 0);
+        }
       }
       running = true;
-      run_block();
+      run_blocks();
       running = false;
     }
   }
@@ -439,7 +526,7 @@ extern "C" const char* emu_run(const unsigned* grid, const unsigned* block, size
   sigaction(SIGSEGV, &old_segv, nullptr);
   sigaction(SIGALRM, &old_alarm, nullptr);
   sigaltstack(&old_stack, nullptr);
-  munmap(shared_map, shared_map_size);
-  munmap(stacks, kStack * n);
+  munmap(maps, cluster * shared_map_size);
+  munmap(stacks, kStack * n * cluster);
   return error.empty() ? nullptr : error.c_str();
 }

@@ -29,6 +29,9 @@ void touch(const void* p, size_t bytes, bool write);
 void atomic_access(const void* p, size_t bytes);
 
 uint32_t shared_address(const void* p);
+void cluster_barrier();
+uint32_t cluster_address(const void* p, uint32_t rank);
+void cluster_store(uint32_t to, const void* data);  // 16 bytes
 void fence_async();
 void barrier_init(uint64_t* bar, uint32_t arrivals);
 void fence_barrier_init();

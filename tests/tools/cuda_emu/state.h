@@ -145,6 +145,43 @@ pthread_t owner;
 struct sigaction old_segv, old_alarm;
 char signal_stack[64 << 10];
 
+// Blocks of a cluster take turns: the state above is that of block `active`, the others' is kept here.
+struct Store {  // to the shared memory of another block; lands at the barrier of the cluster
+  uint32_t offset;
+  uint8_t data[16];
+};
+struct Block {
+  Dim index;
+  std::vector<Thread> threads;
+  uint32_t now, engine_clock;
+  uint8_t *shared, *shared_map;
+  std::vector<Byte> bytes;
+  std::vector<uint32_t> readers;
+  std::map<uint64_t*, Barrier> barriers;
+  std::map<std::pair<int, uint32_t>, Rendezvous> meetings;
+  std::map<int, BlockBarrier> block_barriers;
+  // Of this block whether it is active or not.
+  std::vector<Store> stores;
+  Clocks arriving, completed;  // at the barrier of the cluster
+};
+std::vector<Block> blocks;
+int active = 0;
+size_t cluster_arrived;
+uint64_t cluster_generation;
+
+void exchange(Block& b) {
+  std::swap(blockIdx_, b.index), std::swap(threads, b.threads), std::swap(now, b.now);
+  std::swap(engine_clock, b.engine_clock), std::swap(shared, b.shared), std::swap(shared_map, b.shared_map);
+  std::swap(bytes, b.bytes), std::swap(readers, b.readers), std::swap(barriers, b.barriers);
+  std::swap(meetings, b.meetings), std::swap(block_barriers, b.block_barriers);
+}
+void activate(int block) {
+  if (block == active) return;
+  exchange(blocks[active]);
+  exchange(blocks[block]);
+  active = block;
+}
+
 Thread& me() { return threads[current]; }
 int warp_of(int t) { return t / 32; }
 int engine() { return static_cast<int>(threads.size()); }
