@@ -299,9 +299,11 @@ def test_scales_that_do_not_fold_are_counted():
 
 def test_ranks_share_what_does_not_fold():
     """The layout is that of all ranks, so that experts can move; `routed` counts the rank's own."""
-    elsewhere = torch.zeros(256, dtype=torch.int64)
-    elsewhere[20] = 5
-    packed = pack_experts(make_experts(2, 256, 128), add_up=lambda counts: counts.add_(elsewhere))
+
+    def add_up(counts):
+        counts[20] += 5
+
+    packed = pack_experts(make_experts(2, 256, 128), add_up=add_up)
     assert packed.layout.endswith(" mixed") and (packed.unfolded, packed.routed) == (10, 0)
     assert (packed.w2_scale.view(torch.uint8) >= 224).all()
 
