@@ -36,6 +36,7 @@ class _Shared:
         return "SHARED"
 
 
+SCHEDULES = ("eager", "late", "first", "last")
 SHARED = _Shared()
 """In ``args``: the pointer to the block's shared memory."""
 
@@ -149,7 +150,9 @@ def emulate(
         shared_bytes: size of the dynamic shared memory, aligned to 1,024.
         cluster: blocks of a cluster, neighbours in the grid; they run together.
         schedules: "late": copies land when nothing else can run, threads and blocks in ascending order;
-            "eager": copies land at the first wait, descending order. The results must be the same bits.
+            "eager": copies land at the first wait, descending order; "first", "last": as eager, and the first
+            (the last) of every four warps is ahead of the others as far as barriers let it. The results must
+            be the same bits.
         uninitialised: "report" reads of shared memory never written, or "allow" them (bytes of 0xFF).
         seconds: time limit of one schedule.
 
@@ -208,7 +211,7 @@ def emulate(
             (ctypes.c_char_p * max(n, 1))(*names),
             (ctypes.c_size_t * max(n, 1))(*begin),
             (ctypes.c_size_t * max(n, 1))(*[len(s) for s in spans]),
-            int(schedule == "late"),
+            SCHEDULES.index(schedule),
             int(uninitialised == "allow"),
             seconds,
             cluster,
