@@ -37,6 +37,13 @@ class Counts:
     differing: list[str] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
 
+    def line(self) -> str:
+        return (
+            f"{self.steps} steps, {self.rows} rows ({self.rolled_back} taken back), {self.finished} requests"
+            f" to their end, {self.cancelled} cancelled;"
+            f" {len(self.differing)} differ; memory grew: {self.grew()}"
+        )
+
     def grew(self) -> bool:
         """Whether allocated bytes at the end are above those after the first requests."""
         return bool(self.memory) and self.memory[-1] > max(self.memory[: max(1, len(self.memory) // 4)])
@@ -158,9 +165,11 @@ def run(
     longest: int,
     seed: int,
     steps: int = 0,
+    report: float = 0,
 ) -> Counts:
-    """Soak for some seconds, or for exactly ``steps`` steps."""
+    """Soak for some seconds, or for exactly ``steps`` steps; ``report``: seconds between lines of counts."""
     soak, end = Soak(kind, model, requests, longest, seed), time.monotonic() + seconds
+    told = time.monotonic()
     with contextlib.ExitStack() as stack:
         if soak.device.type == "cpu":
             stack.enter_context(accumulate(torch.float64))
@@ -169,6 +178,9 @@ def run(
             stack.enter_context(batch_invariant())
         while soak.counts.steps < steps if steps else time.monotonic() < end:
             soak.step()
+            if report and time.monotonic() > told + report:
+                told += report
+                print(soak.counts.line(), flush=True)
     return soak.counts
 
 
@@ -197,12 +209,10 @@ def main() -> int:
     kind: models.Kind = "micro" if args.device == "cpu" else V41FlashConfig.tiny(hidden=256, inter=128)
     model = models.model(kind) if args.device == "cpu" else on_gpu(models.config(kind))
     done = run(
-        kind, model, seconds=args.seconds, requests=args.requests, longest=args.longest, seed=args.seed
-    )
-    print(
-        f"{done.steps} steps, {done.rows} rows ({done.rolled_back} taken back), {done.finished} requests to"
-        f" their end, {done.cancelled} cancelled; {len(done.differing)} differ; memory grew: {done.grew()}"
-    )
+        kind, model, seconds=args.seconds, requests=args.requests, longest=args.longest, seed=args.seed,
+        report=30,
+    )  # fmt: skip
+    print(done.line())
     for line in done.differing[:10]:
         print(line)
     return int(bool(done.differing) or done.grew() or not done.finished)

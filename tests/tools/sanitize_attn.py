@@ -33,11 +33,17 @@ def to_gpu(x: Any) -> Any:
 
 
 def all_arrive() -> None:
-    """The attention kernel from a source for racecheck: every lane of a warp arrives at its barriers."""
+    """The attention kernel from a source for racecheck: every lane of a warp arrives at its barriers, and all
+    warps at those of a cluster, where the kernel's own producers have ended.
+    """
     source = tilelang_cuda._source()
-    every = source.replace("constexpr int ARRIVING = 1;", "constexpr int ARRIVING = 32;")
-    assert every != source
-    tilelang_cuda._source = lambda: every
+    for old, new in (
+        ("constexpr int ARRIVING = 1;", "constexpr int ARRIVING = 32;"),
+        ("producer.run();", "producer.run();\n    if (CLUSTER > 1) cluster_barrier(), cluster_barrier();"),
+    ):
+        assert old in source
+        source = source.replace(old, new)
+    tilelang_cuda._source = lambda: source
 
 
 def main() -> None:
