@@ -16,8 +16,8 @@ STREAMS: list[Mutation] = [
     (
         "mhc-ffn-own-pre-mix",
         f"{REF}.hyper:mhc_boundary",
-        "mhc_collapse(out, pre, collapsed)",
-        "mhc_collapse(out, next_pre, collapsed)",
+        "mhc_collapse(out, pre, norm)",
+        "mhc_collapse(out, next_pre, norm)",
         PARITY,
     ),
     (
