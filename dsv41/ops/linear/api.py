@@ -1,5 +1,6 @@
 """Linears: E4M3 weights with 32 x 32 scale tiles, the grouped output projection, and plain bf16."""
 
+import functools
 import math
 from typing import Any
 
@@ -186,8 +187,15 @@ def block_linear_scratch(
     check_sizes(name, num_tokens=num_tokens)
     check_sizes(name, 1, out_features=out_features, in_features=in_features)
     check(numerics in ("exact", "fp8", "bf16"), name, "numerics: exact or fp8", numerics)
-    ends = num_tokens, min(num_tokens, split_tokens(out_features)), min(num_tokens, FEW)
-    return max(parts_bytes(scratch_parts(n, out_features, in_features, numerics)) for n in ends)
+    known = _scratch_bytes.__wrapped__ if torch.compiler.is_compiling() else _scratch_bytes
+    return known(num_tokens, out_features, in_features, numerics, in_batch_invariant())
+
+
+@functools.lru_cache(4096)
+def _scratch_bytes(tokens: int, features: int, k: int, numerics: str, _: bool) -> int:
+    """Asked for in every call: an eager step is as fast as its host."""
+    ends = tokens, min(tokens, split_tokens(features)), min(tokens, FEW)
+    return max(parts_bytes(scratch_parts(n, features, k, numerics)) for n in ends)
 
 
 def _check_weight(name: str, w: Any) -> None:
