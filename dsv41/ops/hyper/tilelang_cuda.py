@@ -58,7 +58,8 @@ def _streams(hidden, groups, chunks, expand, arch):
         with T.Kernel(T.ceildiv(count, ROWS * groups), number, threads=threads) as _:
             T.import_source(text)
             T.pdl_sync()
-            T.pdl_trigger()
+            if chunks <= 4:  # of many tokens, blocks that start early are in the way
+                T.pdl_trigger()
             T.annotate_min_blocks_per_sm(2 if groups == 1 and chunks == 1 else 1)
             shared = T.alloc_shared((size,), T.uint8)
             T.call_extern(
@@ -95,7 +96,8 @@ def _finish(hidden, chunks, norm, arch):
         with T.Kernel(blocks, threads=threads) as _:
             T.import_source(text)
             T.pdl_sync()
-            T.pdl_trigger()
+            if chunks <= 4:
+                T.pdl_trigger()
             shared = T.alloc_shared((size,), T.uint8)
             T.call_extern(
                 "handle", call, partial, base, scale, norm_eps, eps, iters, pre.access_ptr("w"), post, comb,
