@@ -109,6 +109,19 @@ def test_a_cluster_makes_the_bits_of_the_combination(splits: int, layout: str) -
     assert_near(case, got, args, keys)
 
 
+@emulated
+def test_the_form_for_racecheck_is_the_kernel() -> None:
+    pytest.importorskip("tilelang")
+    from tests.tools.sanitize_attn import racecheck_source
+
+    case = Case("", tokens=1, heads=64, near=130, far=130, missing=0.2, rope=64, layouts=("mxfp8", "nvfp4"))
+    args, keys = inputs(case, "cpu")
+    got, want = (
+        emulate_attn(*args, **keys, num_splits=2, source=text) for text in (racecheck_source(SOURCE), SOURCE)
+    )
+    assert same(got[0], want[0]) and same(got[1], want[1])
+
+
 FAULTS: dict[str, tuple[str, str]] = {
     "mask": ("if (keys != ~0ull)", "if (false)"),
     "fence": ("fence_async();\n        warp_arrive(&shared.full", "warp_arrive(&shared.full"),
