@@ -33,8 +33,9 @@ def to_gpu(x: Any) -> Any:
 
 
 def racecheck_source(source: str) -> str:
-    """The attention kernel for racecheck: every lane of a warp arrives at its barriers, and all warps at those of
-    a cluster, where the kernel's own producers have ended.
+    """The attention kernel for racecheck: every lane arrives at warps' barriers, every warp at a cluster's.
+
+    The kernel's own producers have ended there.
     """
     for old, new in (
         ("constexpr int ARRIVING = 1;", "constexpr int ARRIVING = 32;"),
