@@ -110,10 +110,13 @@ def check_sizes(name: str, least: int = 0, most: int = _MOST, **sizes: Any) -> N
             check(False, name, f"{label}: an integer of {span}", size)
 
 
+_LARGEST = torch.finfo(torch.float32).max
+
+
 def check_numbers(name: str, least: float = 0.0, above: bool = False, **given: Any) -> None:
-    """Check real numbers that a caller gives: finite, of at least ``least``, or ``above`` it."""
+    """Check real numbers that a caller gives: finite in float32, of at least ``least``, or ``above`` it."""
     for label, x in given.items():
-        real = isinstance(x, _REAL) and not isinstance(x, bool) and -math.inf < x < math.inf
+        real = isinstance(x, _REAL) and not isinstance(x, bool) and -_LARGEST <= x <= _LARGEST
         if not real or x < least or (above and x == least):
             span = "" if least == -math.inf else f" above {least:g}" if above else f" of {least:g} or more"
             check(False, name, f"{label}: a finite number{span}", x)

@@ -27,6 +27,9 @@ def _check_pair(name: str, values: object, scale: object) -> None:
     check(tensors, name, "values and scale: tensors", (type(values).__name__, type(scale).__name__))
     if isinstance(values, torch.Tensor) and isinstance(scale, torch.Tensor):
         _check_device(name, values, scale=scale)
+        for label, x in (("values", values), ("scale", scale)):  # kernels take rows apart, not their elements
+            if x.dim() and x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel():
+                check(False, name, f"{label}: last dimension contiguous", f"strides {tuple(x.stride())}")
 
 
 def _check_device(name: str, like: torch.Tensor, **others: torch.Tensor) -> None:

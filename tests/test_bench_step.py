@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv41 import ops
-from dsv41.bench import roofline, step
+from dsv41.bench import results, roofline, step
 from dsv41.layers.engram import E4M3, E8M0
 
 
@@ -69,3 +69,12 @@ def test_the_page_shows_the_committed_results() -> None:
     rows = [json.loads(line) for line in results.read_text("utf-8").splitlines()]
     made = step.markdown(rows)
     assert made in (docs / "step.md").read_text("utf-8"), "python -m dsv41 bench step --saved FILE prints it"
+
+
+def test_a_wrong_result_has_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    good = {"us": 3.0, "TBps": 1.0, "distance": 1e-7, "bound": 1e-5, "repeat": True}
+    assert results.judged(good) == good and results.status([good]) == 0
+    for wrong in ({"distance": 1e-3}, {"distance": float("nan")}, {"repeat": False}):
+        row = results.judged({**good, **wrong})
+        assert "us" not in row and "TBps" not in row and results.status([good, row]) == 1
+    assert results.status([]) == 1 and "nothing was measured" in capsys.readouterr().out

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             rows += _grouped(tokens)
     if args.json:
         results.append(args.json, rows)
-    return 0 if all(row["distance"] is None or row["distance"] < BOUND for row in rows) else 1
+    return results.status(rows)
 
 
 def _values(rows: int, k: int) -> torch.Tensor:
@@ -101,6 +101,7 @@ def _row(
 def _report(row: dict[str, Any], call: Callable[[], torch.Tensor], want: torch.Tensor) -> dict[str, Any]:
     got = call().clone()
     row |= {"distance": distance(got, want), "bound": BOUND, "repeat": bool(torch.equal(got, call()))}
+    row = results.judged(row)
     print(json.dumps(row), flush=True)
     return row
 

@@ -62,3 +62,18 @@ def _commit() -> str:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def judged(row: dict[str, Any]) -> dict[str, Any]:
+    """The row of a right result that repeats, and of another one without what was timed."""
+    distance = row["distance"]
+    if (distance is None or distance < row["bound"]) and row["repeat"]:
+        return row
+    return {k: v for k, v in row.items() if k not in ("us", "TBps", "TFLOPs", "roofline", "speedup")}
+
+
+def status(rows: list[dict[str, Any]]) -> int:
+    """What a benchmark exits with: 0 when something was measured and every result was right, 1 otherwise."""
+    if not rows:
+        print("nothing was measured: no case has these sizes or names")
+    return int(not rows or not all("us" in row for row in rows))

@@ -100,6 +100,7 @@ class Library(types.ModuleType):
         from dsv41_reference.index import index_scores
 
         assert plan == "64 148" and keys.shape[2] == 1
+        assert ((table >= 0) & (table < len(keys))).all()  # the library reads them
         codes = q[1].squeeze(1).contiguous().view(U8).view(*q[0].squeeze(1).shape[:2], -1)
         scores = torch.full((len(lens), longest), torch.nan)  # what lies past the end is nobody's
         for t in range(len(lens)):
@@ -267,6 +268,16 @@ def test_deepgemm_index() -> None:
     assert "pages of 64" in str(reasons("index_topk", SM100, small, "deepgemm_cuda"))
     chosen = scores(candidates=torch.zeros(4, 4, dtype=I32))
     assert reasons("index_topk", SM100, chosen, "deepgemm_cuda") == ["no candidate blocks"]
+
+
+def test_deepgemm_index_of_pages_that_are_not_held() -> None:
+    """Scores below 0, which pages that nobody holds must not beat."""
+    args = list(scores())
+    args[2], args[7] = -args[2], torch.tensor([[2, -1], [99, 1]], dtype=I32)
+    load("index.deepgemm_cuda").index_topk(*args)
+    got = args[10].clone()
+    registered()["index_topk"].load("torch")(*args)
+    assert torch.equal(got, args[10]) and (got == -1).any()
 
 
 def test_packed_scales() -> None:

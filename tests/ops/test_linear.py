@@ -8,7 +8,7 @@ from dsv41_reference import accumulate
 from dsv41_reference.quant import q8
 
 from dsv41 import ops
-from dsv41.formats import MXFP8, quantize_mxfp8
+from dsv41.formats import E4M3, E8M0, MXFP8, FP8Tiles, quantize_mxfp8
 from tests.ops.rows import assert_nan_stays, assert_refused, assert_rows_independent, same
 
 BF16 = torch.bfloat16
@@ -160,3 +160,10 @@ def test_a_scale_byte_of_255(place: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert_refused(lambda: ops.grouped_linear(rows, w), "grouped_linear: expected w.scale: no byte 255")
     else:
         assert_refused(lambda: ops.block_linear(x, w), f"block_linear: expected {place}.scale: no byte 255")
+
+
+def test_a_scale_byte_of_255_in_folded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = FP8Tiles(torch.zeros(128, 128).to(E4M3), torch.full((1, 1), 255, dtype=torch.uint8).view(E8M0))
+    monkeypatch.setenv("DSV41_CHECK", "1")
+    x = torch.randn(3, 128).bfloat16()
+    assert_refused(lambda: ops.block_linear(x, w), "block_linear: expected w.scale: no byte 255")

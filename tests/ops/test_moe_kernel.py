@@ -400,6 +400,8 @@ def test_pack_experts_refuses_before_it_writes():
         assert torch.equal(bad.w13, before)
     with pytest.raises(ValueError, match="hidden a multiple of 256"):
         pack_experts(make_experts(2, 128, 128))
+    with pytest.raises(ValueError, match=r"inter of 128 and no larger, got \(256, 384\)"):
+        pack_experts(make_experts(2, 256, 384))
     with pytest.raises(ValueError, match="numerics: exact or fp8, got bf16"):
         pack_experts(experts, numerics="bf16")
     with pytest.raises(ValueError, match="plain layout, got hopper"):
@@ -420,7 +422,15 @@ def test_plain_experts_are_refused_on_an_accelerator():
         return op.explain(target, args)[0][1]
 
     assert "packed by pack_experts, got the plain layout" in str(reason(experts))
-    assert reason(pack_experts(experts)) is None
+    packed = pack_experts(experts)
+    assert reason(packed) is None
+    for i, given in enumerate(packed.flat()[:4]):
+        memory = torch.empty(given.numel() + 16, dtype=given.dtype)
+        tensors = list(packed.flat()[:4])
+        tensors[i] = memory[1 : 1 + given.numel()].view(given.shape)
+        q, out = quantize_mxfp8(x), torch.empty_like(x)
+        args = (*q.flat(), ids, weights, *tensors, packed.layout, 7.0, None, out, out)
+        assert "begin at a multiple of 16 bytes" in str(op.explain(target, args)[0][1])
 
 
 def test_scratch_is_a_function_of_sizes():

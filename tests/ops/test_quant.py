@@ -78,6 +78,10 @@ ERRORS = {
     ),
     "dtype": (lambda: ops.quantize_mxfp4(X.double()), r"quantize_mxfp4: .* got \[2, 64\] float64"),
     "width": (lambda: ops.quantize_nvfp4(X[:, :24]), "K a multiple of 16, got"),
+    "columns": (
+        lambda: MXFP8(torch.zeros(64, 64).to(E4M3), torch.zeros(2, 64, dtype=torch.uint8).view(E8M0).t()),
+        r"MXFP8: expected scale: last dimension contiguous, got strides \(1, 64\)",
+    ),
     "stride": (lambda: ops.quantize_mxfp8(X[:, ::2]), r"x: last dimension contiguous, got strides \(64, 2\)"),
     "device": (lambda: ops.quantize_mxfp8(X[:, :32].to("meta"), out=OUT), r"out.values on meta, got cpu"),
     "out": (lambda: ops.quantize_mxfp8(X, out=OUT), r"out.values: \[2, 64\] float8_e4m3fn, got \[2, 32\]"),

@@ -119,7 +119,9 @@ def _attend(heads, dim, near, near_layout, near_page, far, far_layout, far_page)
                                     if (slots[i] >= 0) & (z > larger):
                                         larger = z
                                 sum_ = T.alloc_var(T.float32)
-                                sum_ = mass[h] * T.exp(top[h] - larger)
+                                sum_ = mass[h]
+                                if top[h] < larger:  # both may be an infinite sink
+                                    sum_ = mass[h] * T.exp(top[h] - larger)
                                 for i in T.serial(KEYS):
                                     if slots[i] >= 0:
                                         sum_ = sum_ + T.exp(scores[h, i] - larger)

@@ -17,10 +17,13 @@ def index_topk(
     known = (request_ids >= 0) & (request_ids < page_table.shape[0])
     lens = torch.where(known, visible.clamp(0, longest), 0).int()
     table = page_table[torch.where(known, request_ids, 0).long()].int()
+    held = (table >= 0) & (table < keys.shape[0])  # the library reads every page that it is given
+    table = torch.where(held, table, 0)
     plan = deep_gemm.get_paged_mqa_logits_metadata(lens[:, None], page, deep_gemm.get_num_sms())
     words = q_scale.view(torch.uint8).contiguous().view(torch.int32)
     scores = deep_gemm.fp8_fp4_paged_mqa_logits(
         (q.view(torch.int8).unsqueeze(1), words.view(*q.shape[:2]).unsqueeze(1)), keys.unsqueeze(2),
         head_weights, lens[:, None], table, plan, longest,
     )  # fmt: skip
+    scores = scores[:, :longest].masked_fill(~held.repeat_interleave(page, 1), -torch.inf)
     api.topk(scores, lens, k=ids.shape[1], out=ids)

@@ -259,7 +259,9 @@ def block_linear(
     Reference: dsv41_reference.linear.block_linear
     """
     name = "block_linear"
-    if not isinstance(w, FP8Tiles):
+    if isinstance(w, FP8Tiles):
+        check_scales(name, {"w.scale": w.scale})
+    else:
         _check_weight(name, w)
     numerics = "fp8" if isinstance(w, FP8Tiles) else "exact"
     x = mxfp8_operand(name, x, w.values.shape[1], w.values)

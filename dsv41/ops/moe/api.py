@@ -31,7 +31,12 @@ def _hopper(x: Any, x_scale: Any, ids: Any, weights: Any, w13: Any, *rest: Any) 
     if hidden % 256 or inter % 128 or inter > hidden:
         return f"hidden must be a multiple of 256, inter of 128 and no larger, got {hidden} and {inter}"
     given = [t for t in (x, x_scale, ids, weights, w13, *rest) if isinstance(t, torch.Tensor)]
-    return None if all(t.is_contiguous() for t in given) else "takes contiguous tensors"
+    if not all(t.is_contiguous() for t in given):
+        return "takes contiguous tensors"
+    packed = [t for t in given if t is not x_scale and t.element_size() < 4]
+    if any(t.data_ptr() % 16 for t in packed) or x_scale.data_ptr() % 4:
+        return "takes tensors that begin at a multiple of 16 bytes, scales of x of 4"
+    return None
 
 
 def _plain(x: Any, x_scale: Any, ids: Any, weights: Any, w13: Any, *rest: Any) -> str | None:
@@ -106,8 +111,8 @@ def pack_experts(
     """Put the weights of a layer into the order in which the Hopper kernel reads them, in place.
 
     Args:
-        experts: MXFP4Experts view in the plain layout, hidden a multiple of 256, inter of 128, scale codes
-            1 to 223.
+        experts: MXFP4Experts view in the plain layout, hidden a multiple of 256, inter of 128 and no larger,
+            scale codes 1 to 223.
         numerics: "exact", or "fp8": activations have one scale a 128 values, the largest of the four.
         add_up: adds counts [256] int64 up over the ranks that share the layer, in place: experts can then
             move between them, because all of them choose the same layout. None is one rank.
@@ -127,8 +132,9 @@ def pack_experts(
     check(isinstance(experts, MXFP4Experts), name, "experts: MXFP4Experts", experts)
     check(numerics in ("exact", "fp8"), name, "numerics: exact or fp8", numerics)
     check(experts.layout == "plain", name, "experts in the plain layout", experts.layout)
-    good = experts.hidden % 256 == 0 and experts.inter % 128 == 0
-    check(good, name, "hidden a multiple of 256, inter of 128", (experts.hidden, experts.inter))
+    sizes = experts.hidden, experts.inter
+    good = sizes[0] % 256 == 0 and sizes[1] % 128 == 0 and sizes[1] <= sizes[0]
+    check(good, name, "hidden a multiple of 256, inter of 128 and no larger", sizes)
     w13, w13_scale, w2, w2_scale, _ = experts.flat()
     for label, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
         codes = [int(part.aminmax()[i]) for part in scale if part.numel() for i in (0, 1)]
