@@ -84,7 +84,13 @@ def check_tensor(
     if contiguous:
         if not x.is_contiguous():
             check(False, name, f"{label}: contiguous", f"strides {tuple(x.stride())}")
-    elif size and x.stride(-1) != 1 and size[-1] > 1 and x.numel():
+    else:
+        check_last(name, label, x)
+
+
+def check_last(name: str, label: str, x: torch.Tensor) -> None:
+    """Check that the elements of the last dimension lie side by side: kernels take rows apart, not those."""
+    if x.dim() and x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel():
         check(False, name, f"{label}: last dimension contiguous", f"strides {tuple(x.stride())}")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from dsv41_reference import quant as _quant
 
-from ._op import check, check_numbers, check_sizes, check_tensor
+from ._op import check, check_last, check_numbers, check_sizes, check_tensor
 
 E8M0 = torch.float8_e8m0fnu
 E4M3 = torch.float8_e4m3fn
@@ -27,9 +27,13 @@ def _check_pair(name: str, values: object, scale: object) -> None:
     check(tensors, name, "values and scale: tensors", (type(values).__name__, type(scale).__name__))
     if isinstance(values, torch.Tensor) and isinstance(scale, torch.Tensor):
         _check_device(name, values, scale=scale)
-        for label, x in (("values", values), ("scale", scale)):  # kernels take rows apart, not their elements
-            if x.dim() and x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel():
-                check(False, name, f"{label}: last dimension contiguous", f"strides {tuple(x.stride())}")
+        check_last(name, "values", values)
+        check_last(name, "scale", scale)
+
+
+def _check_scale(name: str, scale: torch.Tensor, shape: list[int], dtype: torch.dtype) -> None:
+    if list(scale.shape) != shape or scale.dtype != dtype:
+        check(False, name, f"scale: {shape} {str(dtype).removeprefix('torch.')}", scale)
 
 
 def _check_device(name: str, like: torch.Tensor, **others: torch.Tensor) -> None:
@@ -63,8 +67,7 @@ class MXFP8:
             wanted[-2] //= 32
         whole = v.shape[-1] % 32 == 0 and (rows == 1 or v.shape[-2] % 32 == 0)
         check(whole, "MXFP8", "values: quantised dimensions multiples of 32", v)
-        if not (list(s.shape) == wanted and s.dtype == E8M0):
-            check(False, "MXFP8", f"scale: {wanted} float8_e8m0fnu", s)
+        _check_scale("MXFP8", s, wanted, E8M0)
 
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(values, scale as uint8): how the view travels into an op."""
@@ -96,8 +99,7 @@ class FP8Tiles:
         good = v.dtype == E4M3 and v.dim() == 2 and v.shape[1] % 128 == 0
         check(good, "FP8Tiles", "values: [rows, K] float8_e4m3fn, K a multiple of 128", v)
         wanted = [-(-v.shape[0] // 128), v.shape[1] // 128]
-        if not (list(s.shape) == wanted and s.dtype == E8M0):
-            check(False, "FP8Tiles", f"scale: {wanted} float8_e8m0fnu", s)
+        _check_scale("FP8Tiles", s, wanted, E8M0)
 
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(values, scale as uint8): how the view travels into an op."""
@@ -126,8 +128,7 @@ class MXFP4:
         check(v.dtype == torch.uint8 and v.dim() >= 1, "MXFP4", "values: [..., K/2] uint8", v)
         check(v.shape[-1] % 16 == 0, "MXFP4", "values: K a multiple of 32 (16 bytes)", v)
         wanted = [*v.shape[:-1], v.shape[-1] // 16]
-        if not (list(s.shape) == wanted and s.dtype == E8M0):
-            check(False, "MXFP4", f"scale: {wanted} float8_e8m0fnu", s)
+        _check_scale("MXFP4", s, wanted, E8M0)
 
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(values, scale as uint8): how the view travels into an op."""
@@ -156,8 +157,7 @@ class NVFP4:
         check(v.dtype == torch.uint8 and v.dim() >= 1, "NVFP4", "values: [..., K/2] uint8", v)
         check(v.shape[-1] % 8 == 0, "NVFP4", "values: K a multiple of 16 (8 bytes)", v)
         wanted = [*v.shape[:-1], v.shape[-1] // 8]
-        if not (list(s.shape) == wanted and s.dtype == E4M3):
-            check(False, "NVFP4", f"scale: {wanted} float8_e4m3fn", s)
+        _check_scale("NVFP4", s, wanted, E4M3)
 
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(values, scale): how the view travels into an op."""

@@ -12,7 +12,7 @@ from dsv41.eplb import Balancer, LoadWindow, rebalance_experts
 from dsv41.eplb.live import DeviceLoadWindow, LiveExperts, TransferFailed
 from dsv41.formats import MXFP4Experts, quantize_mxfp4
 from dsv41.layers.expert_parallel import ExpertParallel, even_map
-from dsv41.layers.moe import MoE
+from dsv41.layers.moe import Experts, MoE
 from dsv41.ops import pack_experts
 from dsv41.ops.exchange import LocalTransport
 from tests import models
@@ -274,13 +274,18 @@ def test_packed_experts_move_as_they_are() -> None:
         assert same(a[order], b)
 
 
+def rank_experts(t: LocalTransport) -> Experts:
+    """One rank's half of the experts of a layer of "mini"."""
+    cfg = models.config("mini")
+    group = ExpertParallel(t, even_map(cfg.num_layers, cfg.num_experts, 2), cfg.num_experts)
+    return MoE(cfg, cfg.num_experts, cfg.top_k, group.layers[0]).experts
+
+
 def test_ranks_pack_alike_whatever_their_scales() -> None:
     """A packed order depends on the scales of the layer: of all ranks' experts, or they could not move."""
-    cfg = models.config("mini")
 
     def work(t: LocalTransport) -> tuple[str, str]:
-        group = ExpertParallel(t, even_map(cfg.num_layers, cfg.num_experts, 2), cfg.num_experts)
-        experts = MoE(cfg, cfg.num_experts, cfg.top_k, group.layers[0]).experts
+        experts = rank_experts(t)
         for tensor in (experts.w13, experts.w2):
             tensor.data.random_(0, 256)
         for scale in (experts.w13_scale, experts.w2_scale):  # other sizes on every rank
@@ -296,11 +301,9 @@ def test_ranks_pack_alike_whatever_their_scales() -> None:
 
 def test_ranks_agree_that_a_layer_is_mixed() -> None:
     """An expert that does not fold is on one rank, and may come to the other."""
-    cfg = models.config("mini")
 
     def work(t: LocalTransport) -> tuple[str, int]:
-        group = ExpertParallel(t, even_map(cfg.num_layers, cfg.num_experts, 2), cfg.num_experts)
-        experts = MoE(cfg, cfg.num_experts, cfg.top_k, group.layers[0]).experts
+        experts = rank_experts(t)
         for tensor in (experts.w13, experts.w2):
             tensor.data.fill_(0x11)
         for scale in (experts.w13_scale, experts.w2_scale):

@@ -12,7 +12,7 @@ from dsv41.formats import E8M0, MXFP8, FP8Tiles, quantize_mxfp8
 from dsv41.ops import block_linear, block_linear_scratch, grouped_linear, linear, linear_scratch, pack_linear
 from dsv41.ops._tilelang import HERE, device_source
 from dsv41.ops.linear import tilelang_few_cuda as few
-from dsv41.ops.linear.api import FEW, num_splits, split_tokens
+from dsv41.ops.linear.api import FEW, FEW_ROWS, num_splits, split_tokens
 from dsv41.parity import distance
 from tests.tools import triton_interp
 from tests.tools.cuda_emu import SHARED, available, emulate, tensor_map
@@ -347,8 +347,10 @@ def test_gpu(name, tokens):
     first[row] = kept
     others = torch.arange(tokens, device="cuda") != row
     assert nan[row].isnan().any() and torch.equal(nan[others], got[others])
-    if name not in ("linear", "few"):  # the library chooses by the number of rows
-        ends = (FEW, split_tokens(2304), 4096)
+    ends = (FEW, split_tokens(2304), 4096)
+    if name in ("linear", "few"):  # the library, which takes the others, chooses by the number of rows
+        ends = (FEW_ROWS,) if name == "few" and tokens <= FEW_ROWS else ()
+    if ends:
         full = call(rows_of(wide, next(end for end in ends if tokens <= end)))
         assert torch.equal(full[:tokens], got)
     with batch_invariant():
