@@ -15,6 +15,8 @@ Reported: reads of what nobody wrote or fenced, accesses outside of a tensor, wa
 """
 
 import contextlib
+import importlib
+import inspect
 import threading
 import types
 from collections import deque
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dsv41_reference.quant import from_mxfp4
 
 from dsv41.ops._tilelang import tilelang_sm100
 
@@ -213,6 +216,12 @@ class Size:
         return self.value - other
 
 
+class Declared(tuple[Any, ...]):
+    """The shape of an argument, and its type."""
+
+    dtype = ""
+
+
 class Language:
     """The part of `tilelang.language` that the program uses."""
 
@@ -232,8 +241,10 @@ class Language:
     def dynamic(self, name: str) -> Size:
         return Size()
 
-    def Tensor(self, shape: tuple[Any, ...], dtype: str) -> tuple[Any, ...]:
-        return shape
+    def Tensor(self, shape: tuple[Any, ...], dtype: str) -> Declared:
+        made = Declared(shape)
+        made.dtype = dtype
+        return made
 
     def ceildiv(self, a: Any, b: int) -> int:
         return -(-(a.value if isinstance(a, Size) else a) // b)
@@ -372,3 +383,49 @@ def launch(function: Any, *arguments: torch.Tensor, late: bool = False) -> None:
     for row in range(-(-rows // tile[0])):
         for column in range(features // tile[1]):
             Block((column, row), 128, lambda: function(*tensors), late).run()
+
+
+class Emulated:
+    """The program in place of what is compiled of it, for tensors as a launch function gives them."""
+
+    def __init__(self, function: Any, late: bool):
+        self.function, self.late = function, late
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        for (name, declared), x in zip(self.function.__annotations__.items(), tensors, strict=True):
+            packed = declared.dtype == "float4_e2m1fn"
+            wanted = getattr(torch, "float4_e2m1fn_x2" if packed else declared.dtype)
+            assert x.numel(), f"{name}: a launch of nothing"
+            assert x.dtype == wanted and x.is_contiguous(), f"{name}: {x.dtype}, strides {x.stride()}"
+        *given, out = map(numbers, tensors)
+        launch(self.function, *given, out, late=self.late)
+        tensors[-1].copy_(out)
+
+
+def numbers(x: torch.Tensor) -> torch.Tensor:
+    """A kernel's argument as `launch` takes it: values as f64, words and ids as int64."""
+    if x.dtype == torch.float4_e2m1fn_x2:
+        codes = x.view(torch.uint8)
+        ones = torch.full((len(codes), codes.shape[1] // 16), 127, dtype=torch.uint8)
+        return from_mxfp4(codes, ones).double()
+    if x.dtype == torch.uint32:
+        return x.view(torch.int32).long() & 0xFFFFFFFF
+    return x.double() if x.dtype.is_floating_point else x.long()
+
+
+@contextlib.contextmanager
+def emulated(module: str, late: bool = False) -> Iterator[None]:
+    """Inside the context the launch functions of a kernel file of SM100 run on CPU tensors."""
+    loaded: Any = importlib.import_module(module)
+    kept = {name: vars(loaded)[name] for name in ("_product", "build", "sm100")}
+
+    def build(function: Any, arch: str) -> Emulated:
+        assert arch == "sm_100a", arch
+        return Emulated(function, late)
+
+    loaded._product, loaded.build = inspect.unwrap(loaded._product), build
+    loaded.sm100 = types.SimpleNamespace(product=program, ROWS=tilelang_sm100.ROWS)
+    try:
+        yield
+    finally:
+        vars(loaded).update(kept)
