@@ -12,6 +12,7 @@ from dsv41 import Target, ops
 from dsv41.formats import E8M0, MXFP8, MXFP4Experts, quantize_mxfp4, quantize_mxfp8
 from dsv41.ops.exchange import mega_experts
 from tests.ops.rows import assert_refused, same
+from tests.test_mutations import mutated
 
 HIDDEN, INTER, TOP_K, ROOM = 256, 128, 3, 16
 I32, BF16 = torch.int32, torch.bfloat16
@@ -61,6 +62,7 @@ class Library(types.ModuleType):
         n = len(y)
         x = MXFP8(buffer.x[:n], buffer.x_sf[:n].view(torch.uint8).view(E8M0))
         ids = buffer.topk_idx[:n]
+        assert ((ids >= -1) & (ids < buffer.num_experts)).all()  # it sends a row wherever it is told
         assert ids.dtype == torch.int64 and (buffer.topk_weights[:n][ids < 0] == 0).all()
         here = torch.where(ids < experts.num_experts, ids, -1).to(I32)  # the other ranks are not here
         y.copy_(ops.mxfp4_moe(x, here, buffer.topk_weights[:n], experts, limit=activation_clamp))
@@ -91,9 +93,11 @@ def test_what_the_library_is_given(tokens: int, with_shared: bool, monkeypatch: 
     monkeypatch.undo()  # the reference below runs on the CPU
     x = quantize_mxfp8(torch.randn(tokens, HIDDEN).to(BF16))
     slots = torch.randint(-1, 4, (tokens, TOP_K), dtype=I32)
+    if tokens:
+        slots[1] = torch.tensor([8, -7, 2**31 - 1])  # of nobody: the buffer has 8
     weights = torch.rand(tokens, TOP_K)
     shared = torch.randn(tokens, HIDDEN).to(BF16) if with_shared else None
-    want = ops.mxfp4_moe(x, slots, weights, experts, limit=3.0)
+    want = ops.mxfp4_moe(x, torch.where(slots < 4, slots, -1), weights, experts, limit=3.0)
     want = want if shared is None else want + shared
     out = shared if with_shared else torch.empty(tokens, HIDDEN, dtype=BF16)
     got = made(x, slots, weights, limit=3.0, shared=shared, out=out)
@@ -130,7 +134,30 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ):
         assert_refused(call, message)
+    monkeypatch.setenv("DSV41_CHECK", "1")
+    assert_refused(lambda: made(x, slots + 8, weights, limit=1.0), "slots: at most 7, got 8")
     monkeypatch.setattr(Target, "of", staticmethod(lambda x: Target("cuda", 90)))
     assert_refused(lambda: mega_experts(buffer, experts), "experts on cuda sm100 or sm103, got cuda sm90")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert_refused(lambda: mega_experts(buffer, experts), "package 'deep_gemm', got not installed")
+
+
+# Planted into what is handed over: the mistake, and what it replaces.
+CALL, MADE = ("dsv41.ops.exchange.deepgemm_cuda:MegaExperts." + name for name in ("__call__", "__init__"))
+FAULTS = [
+    (CALL, "(slots < b.num_experts)", "(slots <= b.num_experts)"),
+    (CALL, "(slots >= 0)", "(slots >= -1)"),
+    (CALL, "torch.where(held, weights, 0)", "weights"),
+    (CALL, "x.scale.view(torch.uint8)", "x.scale.view(torch.uint8).roll(1, 0)"),
+    (CALL, "y, *self.weights, b", "y, *self.weights[::-1], b"),
+    (CALL, "torch.add(y, shared, out=out)", "out.copy_(y)"),
+    (CALL, "activation_clamp=limit", "activation_clamp=10 * limit"),
+    (MADE, "packed_scale(w13_scale)", "packed_scale(w13_scale.flip(0))"),
+    (MADE, "packed_scale(w2_scale)", "packed_scale(w2_scale.roll(1, 1))"),
+]
+
+
+@pytest.mark.parametrize("target, old, new", FAULTS)
+def test_faults_are_seen(target: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mutated(target, old, new), pytest.raises((AssertionError, RuntimeError)):
+        test_what_the_library_is_given(5, True, monkeypatch)

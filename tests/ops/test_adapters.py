@@ -7,7 +7,8 @@ place of a row shows. Nothing here says that the real libraries ran.
 import importlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,7 +103,7 @@ class Library(types.ModuleType):
         assert plan == "64 148" and keys.shape[2] == 1
         assert ((table >= 0) & (table < len(keys))).all()  # the library reads them
         codes = q[1].squeeze(1).contiguous().view(U8).view(*q[0].squeeze(1).shape[:2], -1)
-        scores = torch.full((len(lens), longest), torch.nan)  # what lies past the end is nobody's
+        scores = torch.full((len(lens), longest), torch.inf)  # what lies past the end is nobody's
         for t in range(len(lens)):
             entries = torch.arange(int(lens[t]))
             slots = table[t, entries // 64].long() * 64 + entries % 64
@@ -125,9 +126,19 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
             del sys.modules[name]
 
 
+PLANTED = ["", ""]  # text of the next adapter, and what stands in its place
+
+
 def load(module: str) -> Any:
+    """An adapter anew, with what is planted."""
     sys.modules.pop(f"dsv41.ops.{module}", None)
-    return importlib.import_module(f"dsv41.ops.{module}")
+    loaded = importlib.import_module(f"dsv41.ops.{module}")
+    old, new = PLANTED
+    if old:
+        text = Path(str(loaded.__file__)).read_text("utf-8")
+        assert text.count(old) == 1, old
+        exec(compile(text.replace(old, new), module, "exec"), vars(loaded))
+    return loaded
 
 
 def caught(op: str, *args: Any, **options: Any) -> tuple[Any, ...]:
@@ -192,7 +203,12 @@ def linear(tokens: int = 5, features: int = 256, k: int = 256, numerics: str = "
     from dsv41_reference.quant import to_mxfp8_tiles
 
     x = quantize_mxfp8(torch.randn(tokens, k).to(BF16))
-    w, code = to_mxfp8_tiles(torch.randn(features, k))
+    sizes = torch.arange(features * k >> 14).view(
+        features // 128, 1, k // 128, 1
+    )  # differ in every tile of "fp8"
+    w, code = to_mxfp8_tiles(
+        (torch.randn(features // 128, 128, k // 128, 128) * torch.exp2(sizes)).view(features, k)
+    )
     if numerics == "fp8":
         code = code[::4, ::4].contiguous()
     out = torch.zeros(tokens, features, dtype=BF16)
@@ -248,7 +264,7 @@ def scores(pages: int = 3, page: int = 64, **options: Any) -> tuple[Any, ...]:
     ops.write_cache(x, angle.cos(), angle.sin(), torch.arange(pages * page, dtype=I32), cache)
     q = quantize_mxfp4(torch.randn(4, 32, 128).to(BF16).flatten(0, 1))
     table = torch.tensor([[2, 0], [1, 1]], dtype=I32)
-    visible = torch.tensor([100, 30, 0, 128], dtype=I32)
+    visible = torch.tensor([100, 30, 999, 128], dtype=I32)
     return (
         q.values.view(4, 32, 64), q.scale.view(U8).view(4, 32, 4), torch.rand(4, 32),
         torch.tensor([0, 1, 0, 5], dtype=I32), visible, cache.pages, "mxfp4", table,
@@ -289,3 +305,68 @@ def test_packed_scales() -> None:
     assert made.shape == (2, 5, 2) and made.stride() == (16, 1, 8)
     assert int(made[1, 3, 1]) & 0xFF == int(codes[1, 3, 4]) and torch.equal(codes_of(made), codes)
     assert e8m0_decode(codes_of(made)).shape == codes.shape
+
+
+# Planted into the adapters: scales and ids exchanged, rows and scales of others, another tile.
+FAULTS_OF_ATTENTION = [
+    ("indices=window_ids", "indices=compressed_ids"),
+    ("k_cache=window", "k_cache=compressed"),
+    ("else compressed.unsqueeze(2)", "else window.unsqueeze(2)"),
+    ("attn_sink=sink", "attn_sink=None"),
+    ("softmax_scale=scale", "softmax_scale=2 * scale"),
+    ("inverse=True", "inverse=False"),
+    ("if lse.numel():", "if not lse.numel():"),
+]
+FAULTS_OF_LINEARS = [
+    ("(x, packed_scale(x_scale)), (w, packed_scale(each_row))", "(x, packed_scale(each_row)), (w, x_scale)"),
+    (".repeat_interleave(32, 0)", ".repeat(32, 1)"),
+]  # fmt: skip
+FAULTS_OF_FP8 = [
+    ("(values.view(E4M3), of_rows)", "(x, of_rows)"),
+    ("(w, of_weights)", "(w, of_weights.t().contiguous())"),
+    ("coarsen_rows(x.view(torch.uint8), x_scale,", "coarsen_rows(x.view(torch.uint8), x_scale.roll(1, 0),"),
+]
+FAULTS_OF_EXPERTS = [
+    ("(rows, packed_scale(codes))", "(rows, packed_scale(codes.roll(1, 0)))"),
+    ("packed_scale(scale)", "packed_scale(scale.flip(0))"),
+    ("out, owner", "out, owner.flip(0)"),
+    ("contiguous_layout(), args", "contiguous_layout() // 2, args"),
+]
+FAULTS_OF_SCORES = [
+    ("visible.clamp(0, longest)", "visible"),
+    ("torch.where(known, request_ids, 0)", "torch.where(known, 0, request_ids)"),
+    ("words.view(*q.shape[:2])", "words.view(*q.shape[:2]).roll(1, 1)"),
+    ("(lens[:, None], page,", "(lens[:, None], 32,"),
+    ("api.topk(scores, lens,", "api.topk(scores, lens + 1,"),
+]
+FAULTS_OF_PAGES = [
+    ("table = torch.where(held, table, 0)", ""),
+    ("-torch.inf)", "-1e3)"),
+    ("(table < keys.shape[0])", "(table <= 99)"),
+]
+FAULTS = [
+    *[(*fault, "flashmla") for fault in FAULTS_OF_ATTENTION],
+    *[(*fault, "linear") for fault in FAULTS_OF_LINEARS],
+    *[(*fault, "fp8") for fault in FAULTS_OF_FP8],
+    *[(*fault, "experts") for fault in FAULTS_OF_EXPERTS],
+    *[(*fault, "scores") for fault in FAULTS_OF_SCORES],
+    *[(*fault, "pages") for fault in FAULTS_OF_PAGES],
+]
+
+
+@pytest.mark.parametrize("old, new, where", FAULTS)
+def test_faults_are_seen(
+    old: str, new: str, where: str, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PLANTED", [old, new])
+    checks: dict[str, Callable[[], None]] = {
+        "flashmla": lambda: test_flashmla(("mxfp8", "nvfp4"), library),
+        "linear": lambda: test_deepgemm_linear("exact", monkeypatch),
+        "fp8": lambda: test_deepgemm_linear("fp8", monkeypatch),
+        "experts": lambda: test_deepgemm_experts(True),
+        "scores": test_deepgemm_index,
+        "pages": test_deepgemm_index_of_pages_that_are_not_held,
+    }
+    with pytest.raises((AssertionError, RuntimeError, IndexError)) as seen:
+        checks[where]()
+    assert str(seen.value) != old, "not planted"

@@ -9,6 +9,7 @@ import torch
 from ..._op import Target, check, check_numbers, check_tensor, output
 from ...formats import MXFP8, MXFP4Experts
 from .._deepgemm import packed_scale
+from .api import _check_below
 
 
 class MegaExperts:
@@ -51,6 +52,7 @@ class MegaExperts:
         room = b.num_max_tokens_per_rank
         check(tokens <= room, name, f"at most {room} tokens, as the buffer has room for", tokens)
         check_tensor(name, "slots", slots, (tokens, b.num_topk), torch.int32, like=x.values)
+        _check_below(name, "slots", slots, b.num_experts)
         check_tensor(name, "weights", weights, (tokens, b.num_topk), torch.float32, like=x.values)
         check_numbers(name, above=True, limit=limit)
         if shared is not None:
@@ -58,8 +60,10 @@ class MegaExperts:
         out = output(name, out, (tokens, b.hidden), torch.bfloat16, x.values)
         b.x[:tokens].copy_(x.values)
         b.x_sf[:tokens].copy_(x.scale.view(torch.uint8).contiguous().view(torch.int32))
-        b.topk_idx[:tokens].copy_(slots)
-        b.topk_weights[:tokens].copy_(torch.where(slots >= 0, weights, 0))
+        # The library sends a row wherever it is told: past the last slot would be past the buffer.
+        held = (slots >= 0) & (slots < b.num_experts)
+        b.topk_idx[:tokens].copy_(torch.where(held, slots, -1))
+        b.topk_weights[:tokens].copy_(torch.where(held, weights, 0))
         # A result of its own: `out` may be `shared`, and its rows need not be contiguous.
         y = torch.empty_like(x.values, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
         self._library.fp8_fp4_mega_moe(y, *self.weights, b, activation_clamp=limit, fast_math=False)

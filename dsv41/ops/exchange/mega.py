@@ -20,9 +20,10 @@ def mega_experts(buffer: Any, experts: MXFP4Experts) -> Any:
 
     Returns:
         A callable. Its arguments are those of `Exchange.dispatch`: x MXFP8 of [num_tokens, hidden], at most
-        the buffer's tokens; slots [num_tokens, top_k] int32 of all ranks, -1 for none; weights [num_tokens,
-        top_k] f32; ``limit`` of the SwiGLU; ``shared`` [num_tokens, hidden] bf16 to add, or None; ``out``
-        [num_tokens, hidden] bf16, which may be ``shared``. All ranks must call it, also without tokens.
+        the buffer's tokens; slots [num_tokens, top_k] int32 of all ranks, others contribute nothing (those
+        past the last are refused with DSV41_CHECK=1); weights [num_tokens, top_k] f32; ``limit`` of the
+        SwiGLU; ``shared`` [num_tokens, hidden] bf16 to add, or None; ``out`` [num_tokens, hidden] bf16, which
+        may be ``shared``. All ranks must call it, also without tokens.
 
     Errors: ValueError when DeepGEMM is not installed, on another device than SM100, or for a buffer of other
         sizes. Adapter: tested against a stand-in, never run. The sum over experts is rounded to bf16 before
