@@ -44,6 +44,7 @@ BUILDERS = {
     "dsv41.ops._tilelang.tilelang_sm100",
     "dsv41.ops._ascend",
     "dsv41.ops._ascend.tilelang_cube",
+    "dsv41.ops.index.tilelang_scan",
 }
 
 

@@ -17,6 +17,7 @@ from dsv41.ops.index.api import BLOCK_ROOM, ROOM
 from tests.tools import cuda_emu
 
 tilelang_cuda: Any = pytest.importorskip("dsv41.ops.index.tilelang_cuda")
+scans: Any = pytest.importorskip("dsv41.ops.index.tilelang_scan")
 GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not (GPU or cuda_emu.available()), reason="neither a Hopper GPU nor g++")
 DEVICE = "cuda" if GPU else "cpu"
@@ -106,11 +107,11 @@ class Scene:
             ]
             tilelang_cuda.launch(*few, select=select, together=together)
             return ids.cpu(), new.cpu()
-        lists, kernel = 2 * grid * together, tilelang_cuda
+        lists = 2 * grid * together
         scratch = torch.full(
             (lists * (8 * (ROOM + (BLOCK_ROOM if publish else 0)) + 8),), 255, dtype=torch.uint8
         )
-        text = kernel.source("index_score.cuh", "index_topk.cuh", widths=(32 if together == 1 else 64,))
+        text = tilelang_cuda.scan_source(together)
         named = 0 if candidates is None else candidates.shape[1]
         sizes = [
             tokens,
@@ -134,18 +135,18 @@ class Scene:
         out = [ids, new if publish else None, scratch]
         cuda_emu.emulate(
             text,
-            kernel.scan_call(self.layout, together, publish, restrict, select),
+            scans.scan_call(self.layout, together, publish, restrict, select),
             [*q, *out, *sizes, named, blocks, block_size, k, grid, cuda_emu.SHARED],
             grid=grid,
-            threads=kernel.scan_threads(together),
-            shared_bytes=kernel.shared_bytes(self.layout, together, publish),
+            threads=scans.scan_threads(together),
+            shared_bytes=scans.shared_bytes(self.layout, together, publish),
             schedules=(schedule,),
             uninitialised="allow",
         )
         if select:
             cuda_emu.emulate(
                 text,
-                kernel.merge_call(together, publish, restrict),
+                scans.merge_call(together, publish, restrict),
                 [
                     self.request,
                     self.visible,
@@ -161,8 +162,8 @@ class Scene:
                     cuda_emu.SHARED,
                 ],
                 grid=(grid, together),
-                threads=kernel.MERGE_THREADS,
-                shared_bytes=kernel.MERGE_BYTES,
+                threads=scans.MERGE_THREADS,
+                shared_bytes=scans.MERGE_BYTES,
                 schedules=(schedule,),
                 uninitialised="allow",
             )
@@ -320,7 +321,7 @@ def check_full_lists(kind: str, together: int, schedule: str) -> None:
     keys: dict[str, Any] = {"together": together, "blocks": blocks, "schedule": schedule, "grid": 1}
     keys |= {"block_size": 4} if blocks else {"candidates": candidates} if kind == "restricted" else {}
     text, old = tilelang_cuda.source, "kBlockCap = NQ > 1 ? 3072 : 4096"
-    assert old in text("index_score.cuh")
+    assert old in text("index_plan.cuh")
     with pytest.MonkeyPatch.context() as patch:
         # Lists of blocks that so few keys fill; where one key of a block passes, before the other lists.
         patch.setattr(tilelang_cuda, "source", lambda *a, **b: text(*a, **b).replace(old, "kBlockCap = 512"))

@@ -124,7 +124,7 @@ def test_scratch_does_not_grow_with_the_context() -> None:
     assert max(api.index_topk_scratch(n) for n in queries) == 9_744_768
     assert max(api.index_topk_scratch(n, 2048) for n in queries) == 28_123_392
     assert {api.topk_scratch(n) for n in queries} == {3_246_144}
-    text = tilelang_cuda.source("index_score.cuh", "index_topk.cuh")
+    text = tilelang_cuda.source("index_plan.cuh")
     most, blocks, slack, more = (
         int(re.search(rf"\b{name} = (\d+)", text)[1])  # type: ignore[index]
         for name in ("kMost", "kBlockMost", "kSlack", "kBlockSlack")

@@ -1,5 +1,5 @@
-// The scan: groups of warps that copy tiles into rings of their own, score them (index_score.cuh) and keep the best
-// (select.cuh); and the merge of what several blocks kept of one query.
+// The scan: groups of warps that copy tiles into rings of their own, score them (`Run`, of Hopper or of SM100) and keep
+// the best (select.cuh); and the merge of what several blocks kept of one query.
 #pragma once
 
 namespace index_topk {
@@ -10,7 +10,9 @@ template <int FORMAT, int NQ, bool PUBLISH, bool RESTRICT>
 struct Feed {
   using S = Shared<FORMAT, NQ, PUBLISH>;
   static constexpr int kTile = S::kTile, kGroups = Plan<NQ>::kGroups, kRound = S::kRound, kSlots = S::kRing / kRound;
-  static constexpr int kShare = RESTRICT ? 64 * kRound / 2 : 64, kQuads = kShare / kQuad;
+  // Pieces of 16 bytes: where chunks are small, for which the copy engine is slow, or do not stay together.
+  static constexpr bool kPieces = RESTRICT || FORMAT == kScaled;
+  static constexpr int kShare = kPieces ? 64 * kRound / 2 : 64, kQuads = kShare / kQuad;
   const Args& args;
   S& s;
   int group, lane, part;  // part: of a round, that the warp copies
@@ -23,7 +25,7 @@ struct Feed {
 
   __device__ Feed(const Args& args, S& s, int tid)
       : args(args), s(s), group(tid / 128), lane(tid % 32), part((tid / 32 - group) & 3) {
-    shift = 6;
+    shift = kShare == 64 ? 6 : 5;
     if (RESTRICT) shift = args.block_size == 8 ? 3 : 2;
     else
       while (args.page_size % (1 << shift) != 0) --shift;
@@ -73,8 +75,7 @@ struct Feed {
     if (lane < kQuads) s.entry[group][to][at / kQuad + lane] = start < 0 ? -1 : start + (lane & ((1 << quads) - 1)) * kQuad;
     uint64_t* full = &s.full[group][to];
     const uint8_t* base = args.pages + (entry >= 0 ? page : 0) * args.page_stride;
-    if constexpr (RESTRICT) {
-      // Pieces of 16 bytes; the copy engine is slow with so small chunks.
+    if constexpr (kPieces) {
       const int64_t values = entry >= 0 ? base - args.pages + offset * S::kValues : -1;
       const int64_t scales = base - args.pages + static_cast<int64_t>(args.page_size) * S::kValues + offset * 4;
 #pragma unroll
@@ -82,7 +83,7 @@ struct Feed {
         constexpr int EACH = S::kValues / 16;  // pieces a key
         const int key = (32 * i + lane) / EACH, within = (key & ((1 << shift) - 1)) * S::kValues + lane % EACH * 16;
         const int64_t from = __shfl_sync(~0u, values, first + (key >> shift));
-        hopper::copy_16(&s.values[group][to][(at + key) * S::kValues + lane % EACH * 16], args.pages + (from < 0 ? 0 : from + within),
+        hopper::copy_16(&s.values[group][to][S::place(at + key, lane % EACH)], args.pages + (from < 0 ? 0 : from + within),
                         from >= 0);
       }
       const int key = 4 * lane % kShare;
@@ -171,7 +172,7 @@ __device__ void score_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Feed
       for (int i = 0; i < S::kRound; ++i, ++tile) {
         const int stage = feed.slot * S::kRound + i;
         hopper::barrier_wait(&s.full[group][stage], feed.phase);
-        if (tile < feed.count) run.tile(stage);
+        if (tile < feed.count) run.tile(stage, feed.phase);
       }
     }
     if (tid % 128 == 0) s.ended[group] = tile >= feed.count;
@@ -245,6 +246,8 @@ __device__ void scan(const void* q, const void* q_scale, const void* weights, co
                      int num_blocks, int block_size, int k, int grid, void* memory) {
   using S = Shared<FORMAT, NQ, PUBLISH>;
   using P = Plan<NQ>;
+  using R = Run<FORMAT, NQ, PUBLISH, SELECT>;
+  using F = Feed<FORMAT, NQ, PUBLISH, RESTRICT>;
   static_assert(sizeof(S) <= BYTES);
   static_assert(!RESTRICT || NQ == 1);
   Args args;
@@ -256,14 +259,16 @@ __device__ void scan(const void* q, const void* q_scale, const void* weights, co
   const int tid = threadIdx.x, lane = tid % 32, block = blockIdx.x, team = tid / P::kTeam;
   const Units<NQ, RESTRICT> units{args};
   if (tid == 0) {
-    s.signs = 0x40404040u, s.args = args;
-    for (int i = 0; i < P::kGroups * S::kRing; ++i) hopper::barrier_init(&s.full[0][i], RESTRICT ? 128 / S::kRound : S::kTile / 64);
+    s.args = args;
+    R::init(s);
+    for (int i = 0; i < P::kGroups * S::kRing; ++i) hopper::barrier_init(&s.full[0][i], F::kPieces ? 128 / S::kRound : S::kTile / 64);
     hopper::fence_barrier_init();
   }
   choose::find_share(units, (tokens + NQ - 1) / NQ, block, grid, P::kLeast, s.sums, &s.share, tid, P::kThreads);
   const choose::Share share = s.share;
   if (share.unit < 0) return;
-  Feed<FORMAT, NQ, PUBLISH, RESTRICT> feed(args, s, tid);
+  R::begin(s, tid);
+  F feed(args, s, tid);
   int left = share.each, offset = share.offset, turn = 0;
   for (int unit = share.unit; left > 0 && unit * NQ < tokens; ++unit, offset = 0) {
     const Rows rows(units, unit, lane);
@@ -287,7 +292,7 @@ __device__ void scan(const void* q, const void* q_scale, const void* weights, co
           s.look[tid].visible = rows.sees;
           s.count[tid] = s.block_count[tid] = 0;
         }
-        load_queries<FORMAT, NQ>(args, s, unit, tid);
+        R::load(args, s, unit, tid);
         hopper::fence_async();
         choose::sync<P::kThreads>();
       }
@@ -302,6 +307,7 @@ __device__ void scan(const void* q, const void* q_scale, const void* weights, co
                                       lists, team, tid % P::kTeam);
     }
   }
+  R::finish(s, tid);
 }
 
 struct MergeShared {
