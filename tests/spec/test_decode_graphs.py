@@ -11,6 +11,8 @@ from dsv41_reference import accumulate, keep_weights
 from dsv41 import V41FlashConfig, no_compile, prepare
 from dsv41.layers import V41State
 from dsv41.ops.verify import sample_tokens
+from dsv41.replay import ReplayConfig, ReplayGeometry, ReplayMode, RequestSpan, plan_decoder
+from dsv41.replay.device import to_device
 from dsv41.spec import DecodeGraphs, OracleDrafter, Streams, default_sizes, generate
 from tests import models
 from tests.spec.test_spec_generate import BLOCK, VOCAB, ToyDrafter, ToyState, ToyTarget
@@ -257,19 +259,69 @@ def test_refusals(error: str) -> None:
         call()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_captured_steps_on_the_gpu() -> None:
-    """Prepared, captured, without a host sync: the texts of the same steps run one by one."""
+def on_a_gpu() -> tuple[V41FlashConfig, Any]:
+    """A small model with its drafter, packed and prepared."""
     cfg = V41FlashConfig.tiny(hidden=256, inter=128)
-    model = models.build(cfg, drafter=True).cuda().pack()
+    model: Any = models.build(cfg, drafter=True).cuda().pack()
     for layer in cfg.engram.layers:
-        block: Any = model.layers[layer]
-        store = block.engram.store
+        store = model.layers[layer].engram.store
         store.values, store.scale = (
             t.view(torch.uint8).cuda().view(t.dtype) for t in (store.values, store.scale)
         )
     prepare(cfg, max_requests=8, step_tokens=64)
-    assert model.mtp is not None
+    return cfg, model
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("keep", [None, 24])
+def test_a_captured_prefill_on_the_gpu(keep: int | None) -> None:
+    """Captured once for a number of tokens, with replay or without: logits and caches of any such prompt."""
+    cfg, model = on_a_gpu()
+    length, replay = 60, None
+    if keep is not None:
+        geometry = ReplayGeometry.from_config(cfg)
+        kept = ReplayConfig(ReplayMode.COMPACT, max(keep, geometry.min_keep), geometry=geometry)
+        replay = to_device(plan_decoder(kept, geometry, [RequestSpan(length, length, length)]), "cuda")
+    place = torch.arange(length, device="cuda").int()
+    cu = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+    last = torch.tensor([length - 1 if replay is None else replay.plan.num_rows - 1], device="cuda")
+
+    def call(tokens: torch.Tensor, state: V41State, inputs: torch.Tensor) -> torch.Tensor:
+        state.lens.zero_()
+        logits = model(
+            tokens, place, state,
+            cu_seqlens=cu, max_len=length, rows=last, draft_inputs=inputs, replay=replay,
+        )  # fmt: skip
+        model.mtp.write_context(inputs, place, state, cu_seqlens=cu)
+        return logits
+
+    def memory() -> tuple[torch.Tensor, V41State, torch.Tensor]:
+        state = V41State.allocate(cfg, 1, 128, drafter=True, device="cuda")
+        inputs = torch.zeros(length, model.mtp.input_width, dtype=torch.bfloat16, device="cuda")
+        return torch.zeros(length, dtype=torch.long, device="cuda"), state, inputs
+
+    held, graph = memory(), torch.cuda.CUDAGraph()
+    call(*held)
+    with no_compile(), torch.cuda.graph(graph):
+        logits = call(*held)
+    for seed in (3, 5):
+        torch.manual_seed(seed)
+        held[0].random_(0, 490)
+        graph.replay()
+        tokens, state, inputs = memory()
+        want = call(tokens.copy_(held[0]), state, inputs)
+        assert torch.equal(logits, want) and want.any()
+        assert torch.equal(held[2], inputs) and torch.equal(held[1].lens, state.lens)
+        for mine, eager in zip(held[1].windows, state.windows, strict=True):
+            assert torch.equal(mine.pages, eager.pages)
+        for layer, eager in state.compressed.items():
+            assert torch.equal(held[1].compressed[layer].pages, eager.pages)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_captured_steps_on_the_gpu() -> None:
+    """Prepared, captured, without a host sync: the texts of the same steps run one by one."""
+    cfg, model = on_a_gpu()
     texts = []
     for captured in (False, True):
         state = V41State.allocate(cfg, 8, 256, drafter=True, device="cuda")
