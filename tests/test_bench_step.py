@@ -46,10 +46,10 @@ def test_the_least_time_of_a_linear_is_its_bytes_or_its_products() -> None:
     w = torch.zeros(256, 64, dtype=torch.bfloat16)
     few, many = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(5000, 64, dtype=torch.bfloat16)
     (count, seconds) = least(ops.linear, few, w)["linear"]
-    assert (count, seconds) == (1, pytest.approx((few.nbytes + w.nbytes + 512) / roofline.BYTES))
+    assert (count, seconds) == (1, pytest.approx((few.nbytes + w.nbytes + 512) / roofline.H200.copy))
     moved = many.nbytes + w.nbytes + 5000 * 512
     assert least(ops.linear, many, w)["linear"][1] == pytest.approx(
-        max(moved / roofline.BYTES, 2 * 5000 * w.numel() / roofline.BF16)
+        max(moved / roofline.H200.copy, 2 * 5000 * w.numel() / roofline.H200.bf16)
     )
 
 

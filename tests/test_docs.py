@@ -99,7 +99,7 @@ def test_tables_of_results_are_fresh() -> None:
 
 def test_the_picture_shows_what_it_is_given() -> None:
     """A bar to the right of 1 where it is faster, to the left where slower, and none without a peer."""
-    row = {"us": 10.0, "case": "one", "TBps": 4.43 / 2}
+    row = {"us": 10.0, "case": "one", "share": 0.5}
     empty: dict[str, list[plot.Row]] = {name: [] for name in ("moe", "attn", "linear")}
     for peer, colour in ((20.0, plot.FAST), (5.0, plot.SLOW), (None, plot.SHARE)):
         bars = re.findall(

@@ -19,7 +19,7 @@ from ..ops import compress_pairs, copy_records, sparse_attn, write_cache
 from ..ops.attn import sparse_attn_scratch
 from . import results
 from .gpu_time import graph_us
-from .roofline import BYTES
+from .roofline import measured, share
 
 HEADS, WIDTH, SCALE, PAGE = 64, 512, 512**-0.5, 64
 PARITY = 1e-5  # 1 - cosine-like distance of bf16 outputs to the reference
@@ -95,8 +95,8 @@ def parity(q: torch.Tensor, arguments: tuple[Any, ...], sink: torch.Tensor) -> f
     return float(1 - 2 * (got * want).sum() / (got.square().sum() + want.square().sum()))
 
 
-def ours(case: Case) -> tuple[float, float]:
-    """(distance to the reference, us)."""
+def ours(case: Case) -> tuple[float, float, dict[str, float]]:
+    """(distance to the reference, us, share of the ceilings)."""
     window, compressed = cache("mxfp8", case.slots), cache("nvfp4", case.slots)
     sink = torch.randn(HEADS, device="cuda")
     calls: list[Callable[[], object]] = []
@@ -115,7 +115,8 @@ def ours(case: Case) -> tuple[float, float]:
             sparse_attn(q, *arguments, scale=SCALE, sink=sink, out=out, scratch=scratch)
 
         calls.append(call)
-    return worst, graph_us(calls)
+    us = graph_us(calls)
+    return worst, us, share(calls[0], us)
 
 
 def flashmla(case: Case) -> float:
@@ -204,9 +205,10 @@ def writers(only: str) -> list[dict[str, Any]]:
             made = [make(count) for _ in range(32 if count < 1000 else 8)]
             us, moved = graph_us([call for call, _ in made]), made[0][1]
             rate = moved / us / 1e6
-            share = rate * 1e12 / BYTES
-            print(f"{case:<40} {us:8.2f} us {rate:5.2f} TB/s, {share:.0%} of a copy's", flush=True)
-            rows.append({"op": "writer", "case": case, "us": round(us, 2), "TBps": round(rate, 3)})
+            part = rate * 1e12 / measured().copy
+            print(f"{case:<40} {us:8.2f} us {rate:5.2f} TB/s, {part:.0%} of a copy's", flush=True)
+            found = {"us": round(us, 2), "TBps": round(rate, 3), "share": round(part, 3)}
+            rows.append({"op": "writer", "case": case, **found})
     return rows
 
 
@@ -223,14 +225,14 @@ def run(args: argparse.Namespace) -> int:
     for case in CASES:
         if args.only and args.only not in case.name:
             continue
-        distance, us = ours(case)
+        distance, us, of_ceiling = ours(case)
         torch.cuda.empty_cache()
         good = distance < PARITY
         row: dict[str, Any] = {"op": "sparse_attn", "case": case.name, "distance": distance}
         line = f"{case.name:<20} distance {distance:.1e}"
         if good:
             flops = case.rows * HEADS * (WINDOW + SELECTED) * WIDTH * 4
-            row |= {"us": round(us, 2), "tflops": round(flops / us / 1e6, 1)}
+            row |= {"us": round(us, 2), "tflops": round(flops / us / 1e6, 1), **of_ceiling}
             line += f"  {us:8.1f} us {row['tflops']:6.1f} TFLOP/s"
             if has_peer:
                 peer = flashmla(case)

@@ -21,6 +21,7 @@ from ..formats import MXFP4, quantize_mxfp4
 from ..ops.index.api import index_topk_scratch
 from . import results
 from .gpu_time import graph_us
+from .roofline import measured, share
 
 HEADS, DIM, TOP_K, PAGE, REQUESTS = 32, 128, 512, 64, 64
 
@@ -115,22 +116,24 @@ def _cases(keys: int, peers: bool, scores: bool) -> list[dict[str, Any]]:
     size = REQUESTS * keys
     if scores:
         us = graph_us([lambda: case.scores(out)] * 4)
-        rows.append(_row("scores " + name, us, peer_scores, TBps=size * 68 / us / 1e6, **held))
+        rate = size * 68 / us / 1e6
+        part = rate * 1e12 / measured().copy
+        rows.append(_row("scores " + name, us, peer_scores, TBps=rate, share=part, **held))
     copies = [torch.randn(REQUESTS, keys, device="cuda") for _ in range(8 if keys < 100_000 else 1)]
     lens = case.visible
     ids = torch.empty_like(case.out)
     ops.topk(copies[0], lens, k=TOP_K, out=ids, scratch=case.scratch)
     best = copies[0].sort(dim=1, descending=True, stable=True).indices[:, :TOP_K].sort(1).values
     same = bool((ids == best).all())
-    us = graph_us([lambda x=x: ops.topk(x, lens, k=TOP_K, out=ids, scratch=case.scratch) for x in copies])
+    calls = [lambda x=x: ops.topk(x, lens, k=TOP_K, out=ids, scratch=case.scratch) for x in copies]
+    us = graph_us(calls)
     # torch.topk asks for memory inside, which a graph gives it.
     peer_topk = graph_us([lambda x=x: torch.topk(x, TOP_K, dim=1) for x in copies]) if peers else None
-    rows.append(
-        _row(f"topk {TOP_K} of {REQUESTS} x {keys}", us, peer_topk, TBps=size * 4 / us / 1e6, parity=same)
-    )
+    extra: dict[str, Any] = {"TBps": size * 4 / us / 1e6, "parity": same, **share(calls[0], us)}
+    rows.append(_row(f"topk {TOP_K} of {REQUESTS} x {keys}", us, peer_topk, **extra))
     both = peer_scores + peer_topk if peer_scores is not None and peer_topk is not None else None
     us = graph_us([case.fused] * 4)
-    extra = {"TBps": size * 68 / us / 1e6, "scratch": case.scratch.numel()}
+    extra = {"TBps": size * 68 / us / 1e6, "scratch": case.scratch.numel(), **share(case.fused, us)}
     rows.append(_row("index_topk " + name, us, both, **extra, **held))
     return rows
 
@@ -141,7 +144,7 @@ def _prefill(tokens: int, keys: int) -> list[dict[str, Any]]:
     held = check(case, range(0, tokens, 101))
     us = graph_us([case.fused])
     flop = 2 * tokens * keys * HEADS * DIM
-    extra = {"TFLOPs": flop / us / 1e6, "scratch": case.scratch.numel()}
+    extra = {"TFLOPs": flop / us / 1e6, "scratch": case.scratch.numel(), **share(case.fused, us)}
     return [_row(f"index_topk prefill {tokens} x {keys}", us, None, **extra, **held)]
 
 

@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any, NamedTuple
 
-from .roofline import BF16
-
 Row = dict[str, Any]
-READ_TBPS = 4.43  # measured on one H200; the best products are roofline's
 LINE, LABEL, PANEL, GAP, TOP = 15, 250, 250, 70, 60  # sizes in pixels
 LOW, HIGH = 0.5, 8.0  # of the first panel, logarithmic
 FAST, SLOW, SHARE, GREY, INK = "#2a7f86", "#d1793a", "#8a94a6", "#d8dbe0", "#222222"
@@ -29,28 +26,23 @@ def _faster(row: Row, peer: str) -> float | None:
     return row[peer] / row["us"] if row.get(peer) else None
 
 
-def _share(row: Row, rate: str = "TFLOPs") -> float:
-    """Of the memory or of the bf16 tensor cores, whichever is nearer to its ceiling."""
-    return max(row.get("TBps", 0.0) / READ_TBPS, row.get(rate, 0.0) * 1e12 / BF16)
-
-
 def groups(results: dict[str, list[Row]]) -> Iterator[tuple[str, list[Line]]]:
     """Heading and lines of each family."""
     yield (
         "Experts, exact, beside Humming bf16",
         [
-            Line(f"{r['experts']} experts, {r['tokens']} tokens", _faster(r, "humming_bf16_us"), _share(r))
+            Line(f"{r['experts']} experts, {r['tokens']} tokens", _faster(r, "humming_bf16_us"), r["share"])
             for r in results["moe"]
             if r["numerics"] == "exact"
         ],
     )
     yield (
         "Sparse attention, beside FlashMLA",
-        [Line(r["case"], _faster(r, "peer_us"), _share(r, "tflops")) for r in results["attn"]],
+        [Line(r["case"], _faster(r, "peer_us"), r["share"]) for r in results["attn"]],
     )
     yield (
         "Index scores and selection, beside DeepGEMM and torch.topk",
-        [Line(r["case"], _faster(r, "peer_us"), _share(r)) for r in results["index"]],
+        [Line(r["case"], _faster(r, "peer_us"), r["share"]) for r in results["index"]],
     )
     yield (
         "Linears, beside torch's bf16 product",
@@ -58,7 +50,7 @@ def groups(results: dict[str, list[Row]]) -> Iterator[tuple[str, list[Line]]]:
             Line(
                 f"{r['shape']}, {r['tokens']} tokens, {r['numerics']}",
                 _faster(r, "torch_bf16_us"),
-                r["roofline"],
+                r["share"],
             )
             for r in results["linear"]
         ],

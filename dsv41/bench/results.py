@@ -3,6 +3,7 @@
 import json
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,20 @@ import torch
 
 from .._op import check
 
+# Modules whose version a row tells if they are loaded: compilers and peers.
+LIBRARIES = ("tilelang", "triton", "deep_gemm", "flash_mla", "humming", "tile_kernels", "triton_kernels")
+
 
 def environment() -> dict[str, str]:
-    """Device, versions and commit of this run."""
+    """Device, versions (also of the libraries that are loaded) and commit of this run."""
+    loaded = {name: sys.modules[name] for name in LIBRARIES if name in sys.modules}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {_cpu_name()}"
     return {
         "device": device,
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **{name: str(getattr(module, "__version__", "unknown")) for name, module in loaded.items()},
         "commit": _commit(),
     }
 
@@ -69,7 +75,7 @@ def judged(row: dict[str, Any]) -> dict[str, Any]:
     distance = row["distance"]
     if (distance is None or distance < row["bound"]) and row["repeat"]:
         return row
-    return {k: v for k, v in row.items() if k not in ("us", "TBps", "TFLOPs", "roofline", "speedup")}
+    return {k: v for k, v in row.items() if k not in ("us", "TBps", "TFLOPs", "share", "speedup")}
 
 
 def status(rows: list[dict[str, Any]]) -> int:

@@ -32,7 +32,7 @@ from ..replay import ReplayConfig, ReplayGeometry, ReplayMode, RequestSpan, plan
 from ..replay.device import to_device
 from ..spec import DecodeGraphs
 from . import results, tables
-from .roofline import account
+from .roofline import H200, account, measured
 
 RANKS, SLACK = 8, 64
 Row = dict[str, Any]
@@ -369,7 +369,7 @@ def _compiles(graphs: DecodeGraphs, size: tuple[int, int], note: Callable[[str],
 
 def breakdown(call: Callable[[], Any], device: torch.device) -> Row:
     """Least milliseconds of a step by op, and what its kernels took in a profile of the same step."""
-    with account() as found:
+    with account(measured() if device.type == "cuda" else H200) as found:
         call()
     least = {name: round(1e3 * seconds, 4) for name, (_, seconds) in found.items()}
     row: Row = {"roofline_ms": round(sum(least.values()), 3), "least_ms": least}
