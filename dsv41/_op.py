@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +39,12 @@ def describe(value: Any) -> str:
         return f"{list(value.shape)} {dtype}{device}"
     if isinstance(value, str):
         return value
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python spells no integer of thousands of digits
+        text = ""
+    if not text:
+        return f"{type(value).__name__} object"
     short = len(text) < 120 and "\n" not in text and "tensor(" not in text
     return text if short else f"{type(value).__name__} object"
 
@@ -218,8 +224,10 @@ class Target:
 
     def __post_init__(self) -> None:
         check(isinstance(self.device, str), "Target", "device: a torch device type as text", self.device)
-        whole = self.arch is None or (isinstance(self.arch, int) and not isinstance(self.arch, bool))
-        check(whole, "Target", "arch: an integer such as 90 for SM90, or None", repr(self.arch))
+        given = self.arch
+        whole = given is None or (isinstance(given, int) and not isinstance(given, bool) and 0 < given < 1000)
+        shown = repr(given) if isinstance(given, str) else given
+        check(whole, "Target", "arch: an integer such as 90 for SM90, or None", shown)
         known = self.packages is None or isinstance(self.packages, Set)
         check(known, "Target", "packages: a set of names, or None", self.packages)
 
@@ -249,8 +257,25 @@ def _target(device: str, index: int | None) -> Target:
 @functools.cache
 def _installed(package: str) -> bool:
     if package == "nvcc":
-        return shutil.which("nvcc") is not None or importlib.util.find_spec("nvidia.cu13") is not None
+        return compiler_found() or _compiled_before()
     return importlib.util.find_spec(package) is not None
+
+
+def compiler_found() -> bool:
+    """Whether nvcc is where TileLang looks for it: on PATH, in the toolkit of CUDA_HOME, as a wheel."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    if shutil.which("nvcc") or any(home and Path(home, "bin", "nvcc").exists() for home in homes):
+        return True
+    try:
+        return importlib.util.find_spec("nvidia.cu13") is not None
+    except ModuleNotFoundError:  # no package of the name nvidia at all
+        return False
+
+
+def _compiled_before() -> bool:
+    """Whether TileLang's cache has kernels: a machine that only runs them needs no compiler."""
+    cache = os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache"
+    return next(Path(cache).rglob("*.so"), None) is not None
 
 
 # What CI compiles for. Portable kernels too: elsewhere they would fail inside a compiler, or run untested.
@@ -270,6 +295,10 @@ class Kernel:
     archs: tuple[int, ...] = CUDA_ARCHS  # that a "cuda" kernel is built for
     supports: Callable[..., str | None] | None = None
 
+    def __post_init__(self) -> None:
+        if self.device == "cuda" and "tilelang" in self.needs:  # which compiles with it; Triton has its own
+            object.__setattr__(self, "needs", (*self.needs, "nvcc"))
+
     def refusal(self, target: Target, args: tuple[Any, ...] | None) -> str | None:
         """Why this kernel does not take the call, or None when it does."""
         if target.device != self.device:
@@ -278,7 +307,7 @@ class Kernel:
             return "built for " + ", ".join(f"sm{a}" for a in self.archs)
         for package in self.needs:
             if not target.has(package):
-                return f"package '{package}' is not installed"
+                return f"{'program' if package == 'nvcc' else 'package'} '{package}' is not installed"
         return self.supports(*args) if self.supports is not None and args is not None else None
 
 

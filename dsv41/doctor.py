@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import __version__
-from ._op import Target, _installed, _target, check, ops
+from ._op import Target, _installed, _target, check, compiler_found, ops
 from .config import V41FlashConfig
 from .support import MISSING
 
@@ -45,7 +45,8 @@ def parse_target(text: str) -> Target:
     Errors: ValueError for anything else.
     """
     device, _, arch = text.partition(":")
-    good = (device in ("cpu", "npu", "rocm") and not arch) or (device == "cuda" and arch.isdecimal())
+    known = arch.isascii() and arch.isdigit() and len(arch) < 4 and int(arch) > 0
+    good = text in ("cpu", "npu", "rocm") or (device == "cuda" and known)
     check(good, "doctor", "target: cpu, npu, rocm or cuda:<architecture> (cuda:90, cuda:100)", text)
     return Target(device, int(arch) if arch else None)
 
@@ -124,6 +125,8 @@ def versions() -> dict[str, str]:
 def _version(package: str, distributions: tuple[str, ...]) -> str:
     if not _installed(package):
         return "-"
+    if package == "nvcc" and not compiler_found():
+        return "- (but kernels that were compiled before)"
     for distribution in distributions:
         try:
             return importlib.metadata.version(distribution)
@@ -164,6 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; 1 when an op has no kernel on a device that is here or that was asked for, else 0."""
     made_up = args.target is not None
+    check(made_up or not args.installed, "doctor", "--target with --installed", "--installed alone")
     targets = {f"asked for: {args.target}": parse_target(args.target)} if made_up else present_targets()
     if args.installed:
         targets = {name: replace(t, packages=frozenset(PACKAGES)) for name, t in targets.items()}

@@ -2,13 +2,14 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from dsv41 import V41FlashConfig, doctor, support
 from dsv41.__main__ import main
-from dsv41._op import Target, _target, ops
+from dsv41._op import Target, _installed, _target, compiler_found, ops
 
 
 def test_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +65,7 @@ def test_columns_stand_apart_and_every_blank_has_its_reason(
 
 def test_the_calls_of_a_model() -> None:
     """Shapes and layouts are asked for as well: experts that the Hopper kernel does not fit have another."""
-    target = Target("cuda", 90, frozenset({"tilelang", "triton"}))
+    target = Target("cuda", 90, frozenset({"tilelang", "triton", "nvcc"}))
     fits, narrow = (
         {row["op"]: row for row in doctor.diagnose(target, cfg)}
         for cfg in (V41FlashConfig.mini(), V41FlashConfig.mini(inter=96))
@@ -118,7 +119,61 @@ def test_an_amd_gpu_is_no_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _target.__wrapped__("cuda", 0) == Target("cuda", 90)
 
 
-@pytest.mark.parametrize("target", ["cuda", "cuda:x", "tpu", "cpu:1", ""])
+ODD = [
+    "cuda",
+    "cuda:x",
+    "tpu",
+    "cpu:1",
+    "cpu:",
+    "",
+    "cuda:0",
+    "cuda:1000",
+    "cuda:" + "9" * 5000,
+    "cuda:٩٠",
+    "cuda:-90",
+]
+
+
+@pytest.mark.parametrize("target", ODD, ids=lambda t: t[:12])
 def test_bad_target(target: str) -> None:
     with pytest.raises(SystemExit, match="doctor: expected target: cpu, npu, rocm or cuda"):
         main(["doctor", "--target", target])
+
+
+def test_installed_is_of_a_target() -> None:
+    with pytest.raises(SystemExit, match="doctor: expected --target with --installed, got --installed alone"):
+        main(["doctor", "--installed"])
+
+
+def test_a_machine_without_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels that are compiled with it say so, unless they were compiled before; Triton has its own."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+
+    def find(name: str) -> None:
+        raise ModuleNotFoundError("no package nvidia")
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    _installed.cache_clear()
+    try:
+        assert not _installed("nvcc") and not compiler_found()
+        bare = Target("cuda", 90, frozenset({"tilelang", "triton"}))
+        assert ops()["quantize_mxfp8"].select(bare) == "triton_cuda"
+        reasons = dict(ops()["quantize_mxfp8"].explain(bare))
+        assert reasons["tilelang_cuda"] == "program 'nvcc' is not installed"
+        assert (
+            dict(ops()["rope"].explain(Target("npu", None, frozenset({"tilelang", "torch_npu"}))))[
+                "tilelang_npu"
+            ]
+            is None
+        )
+        (tmp_path / "kernel").mkdir()
+        (tmp_path / "kernel" / "executable.so").touch()
+        _installed.cache_clear()
+        assert _installed("nvcc") and not compiler_found()
+    finally:
+        monkeypatch.undo()
+        _installed.cache_clear()

@@ -388,7 +388,7 @@ def test_splits_are_a_function_of_the_sizes() -> None:
 
 def test_selection() -> None:
     """What the Hopper kernel takes, and what it says otherwise."""
-    op, hopper = registered()["sparse_attn"], Target("cuda", 90, frozenset({"tilelang", "triton"}))
+    op, hopper = registered()["sparse_attn"], Target("cuda", 90, frozenset({"tilelang", "triton", "nvcc"}))
 
     def chosen(layout: str = "mxfp8", width: int = 512, stride: int | None = None, step: int = 0) -> str:
         record = Record(layout, width)

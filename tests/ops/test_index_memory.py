@@ -153,7 +153,7 @@ def refusal(
     out = torch.zeros(2, k), torch.zeros(2, blocks), torch.zeros(0)
     args = (q[::step], scale, *few, pages, layout, torch.zeros(1, 3), None, block_size, *out)
     kernel = registered()["index_topk"].kernels[0]
-    return kernel.refusal(Target("cuda", 90, frozenset({"tilelang"})), args) or ""
+    return kernel.refusal(Target("cuda", 90, frozenset({"tilelang", "nvcc"})), args) or ""
 
 
 def test_refusals() -> None:

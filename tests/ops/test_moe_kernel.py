@@ -442,7 +442,7 @@ def test_pack_experts_refuses_before_it_writes():
 
 
 def test_plain_experts_are_refused_on_an_accelerator():
-    op, target = registered()["mxfp4_moe"], Target("cuda", 90, frozenset({"tilelang"}))
+    op, target = registered()["mxfp4_moe"], Target("cuda", 90, frozenset({"tilelang", "nvcc"}))
     experts = make_experts(2, 256, 128)
     x, ids, weights = case("ragged", 2)
 
