@@ -298,6 +298,10 @@ TENSORS: dict[str, tuple[Any, str]] = {
         lambda: output("op", X[:1].expand(2, 4), (2, 4), torch.float32, X),
         r"op: expected out: elements apart in memory, got strides \(0, 1\)",
     ),
+    "out rows overlap": (
+        lambda: output("op", torch.zeros(9).as_strided((2, 4), (3, 1)), (2, 4), torch.float32, X),
+        r"op: expected out: elements apart in memory, got strides \(3, 1\)",
+    ),
     "out": (
         lambda: output("op", X, (2, 5), torch.float32, X),
         r"op: expected out: \[2, 5\] float32, got \[2, 4\]",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ._check import Bools, Floats, Ints, as_loads, as_map, check, check_ranks, check_whole
+from ._check import Bools, Floats, Ints, as_loads, as_map, as_rows, check, check_ranks, check_whole
 from ._flow import Flow, row_sums
 from .maps import imbalance
 from .split import flow_shares
@@ -126,10 +126,24 @@ def repair(
     return Repair(p2l, shares, moves, [step[1] for step in kept], before, after)
 
 
+def as_moves(op: str, moves: Iterable[Move]) -> list[Move]:
+    """The moves as a list, each of them a `Move`."""
+    check(isinstance(moves, Iterable), op, "moves: a list of Move", moves)
+    listed = list(moves)
+    check(all(isinstance(move, Move) for move in listed), op, "moves: a list of Move", listed)
+    return listed
+
+
 def apply_moves(physical_to_logical: ArrayLike, moves: Iterable[Move]) -> Ints:
-    """The map ``physical_to_logical`` [layers, slots] after ``moves``: the same shape, int64, a new array."""
-    p2l = np.array(physical_to_logical, np.int64)
-    for move in moves:
+    """The map ``physical_to_logical`` [layers, slots] after ``moves``: the same shape, int64, a new array.
+
+    Errors: ValueError for a map that is none, and a move of a layer or slot that is not there.
+    """
+    op = "apply_moves"
+    p2l = np.array(as_rows(op, "physical_to_logical", physical_to_logical), np.int64)
+    for move in as_moves(op, moves):
+        there = 0 <= move.layer < p2l.shape[0] and 0 <= move.dst_slot < p2l.shape[1]
+        check(there, op, f"moves within {p2l.shape[0]} layers of {p2l.shape[1]} slots", move)
         p2l[move.layer, move.dst_slot] = move.expert
     return p2l
 

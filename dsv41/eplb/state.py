@@ -20,10 +20,15 @@ Action = Literal["keep", "refresh", "repair"]
 STALE_GAIN = 1e-3  # a new split must promise this much mean imbalance to be worth sending out
 
 
-@functools.cache
 def expected_maximum(n: int) -> float:
     """Expected largest of ``n`` independent standard normals: the integral of ``x d(Phi(x)**n)``."""
+    check_whole("expected_maximum", n=n)
     check(n >= 1, "expected_maximum", "n >= 1", n)
+    return _expected_maximum(int(n))
+
+
+@functools.cache
+def _expected_maximum(n: int) -> float:
     step, low = 1 / 512, -10.0
     edges = [low + i * step for i in range(int(20 / step) + 1)]
     power = [(0.5 * math.erfc(-x / math.sqrt(2))) ** n for x in edges]
@@ -38,12 +43,9 @@ def noise_floor(num_gpus: int, tokens_per_rank: float, top_k: int = 6) -> float:
     assumed; those of one request are not, so the real floor is higher. No packing goes below it: read
     measured imbalances beside it.
     """
-    check(
-        tokens_per_rank > 0 and top_k >= 1,
-        "noise_floor",
-        "positive tokens and top_k",
-        (tokens_per_rank, top_k),
-    )
+    given = (tokens_per_rank, top_k)
+    real = all(isinstance(x, int | float) for x in given)
+    check(real and min(given) > 0, "noise_floor", "positive tokens and top_k", given)
     return 1.0 + expected_maximum(num_gpus) / math.sqrt(top_k * tokens_per_rank)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ._check import Ints, check
+from ._check import Ints, check, check_whole
 
 
 def roll(ring: Any, clock: Any, lanes: Any, counts: Any, enabled: Any, block_steps: int) -> None:
@@ -33,7 +33,18 @@ def roll(ring: Any, clock: Any, lanes: Any, counts: Any, enabled: Any, block_ste
         counts: [layers, experts] integers, this step's routed pairs.
         enabled: [1] int64, 1 to record or 0 to leave everything as it is.
         block_steps: steps per block.
+
+    Errors: ValueError for other shapes, before anything is written.
     """
+    given = {"ring": ring, "clock": clock, "lanes": lanes, "counts": counts, "enabled": enabled}
+    shapes = {name: tuple(getattr(x, "shape", ())) for name, x in given.items()}
+    of_ring = shapes["ring"]
+    check(len(of_ring) == 3, "roll", "ring: [blocks, layers, experts]", list(of_ring))
+    wanted = {"clock": (1,), "lanes": (of_ring[0], 1, 1), "counts": of_ring[1:], "enabled": (1,)}
+    for name, shape in wanted.items():
+        check(shapes[name] == shape, "roll", f"{name}: {list(shape)}", list(shapes[name]))
+    check_whole("roll", block_steps=block_steps)
+    check(block_steps >= 1, "roll", "block_steps >= 1", block_steps)
     block = clock // block_steps % len(lanes)
     here = (lanes == block) * enabled
     fresh = (clock % block_steps == 0) * here

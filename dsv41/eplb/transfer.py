@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ._check import check
-from .repair import Move, batches
+from .repair import Move, as_moves, batches
 
 
 class Transport(Protocol):
@@ -71,7 +71,8 @@ def transfer(
     Raises:
         ValueError: before anything is copied, when a move names a layer or slot that is not there.
     """
-    todo = list(moves)
+    todo = as_moves("transfer", moves)
+    check(isinstance(layers, Mapping | Sequence), "transfer", "layers: tensors by name of each layer", layers)
     for move in todo:
         there = move.layer in layers if isinstance(layers, Mapping) else 0 <= move.layer < len(layers)
         check(there, "transfer", "tensors for every layer in moves", f"none for layer {move.layer}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .config import check_int
+from .config import check_int, check_kind
 
 if TYPE_CHECKING:
     from ..config import V41FlashConfig
@@ -68,6 +68,9 @@ def flops(prompt_len: int, keep: int, config: V41FlashConfig) -> Cost:
     """
     check_int("flops.prompt_len", prompt_len, 1)
     check_int("flops.keep", keep, 1)
+    from ..config import V41FlashConfig
+
+    check_kind("flops.config", config, V41FlashConfig)
     start = max(prompt_len - keep, 0)
     kept = float(_decoder(config, start, prompt_len, start))
     return Cost(
@@ -82,6 +85,11 @@ def flops(prompt_len: int, keep: int, config: V41FlashConfig) -> Cost:
 
 def plan_flops(plan: ReplayPlan, config: V41FlashConfig) -> tuple[float, float]:
     """(mode off, this plan) decoder FLOPs of one forward; first-layer cache writes are in neither."""
+    from ..config import V41FlashConfig
+    from .plan import ReplayPlan
+
+    check_kind("plan_flops.plan", plan, ReplayPlan)
+    check_kind("plan_flops.config", config, V41FlashConfig)
     end = plan.seq_lens.astype(np.int64)
     start = end - np.diff(plan.query_start_loc)
     first, floor, f = (x.astype(np.int64) for x in (plan.cached_lens, plan.swa_floor, plan.encoder_floor))

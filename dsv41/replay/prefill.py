@@ -6,10 +6,10 @@ The layers arrive as three functions, so this file knows no model and imports no
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from .config import check
+from .config import check, check_kind
 from .plan import ReplayPlan
 
 
@@ -50,6 +50,9 @@ def run_prefill(plan: ReplayPlan, hooks: ReplayHooks, rows: Any | None = None) -
     Raises:
         ReplayConfigError: a hook returned the wrong number of rows.
     """
+    check_kind("run_prefill.plan", plan, ReplayPlan)
+    there = all(callable(getattr(hooks, f.name, None)) for f in fields(ReplayHooks))
+    check(there, f"run_prefill: expected hooks: a ReplayHooks, got {type(hooks).__name__}; pass one")
     boundary = tuple(hooks.encode_all(plan))
     kept = plan.gather(*boundary, rows=rows)  # checks the row counts before anything is written
     hooks.write_global_kv(boundary, plan)

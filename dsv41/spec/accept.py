@@ -77,6 +77,7 @@ def accept(
     -inf, or a
         bitmask that forbids everything), or the request whose temperature is NaN or +inf.
     """
+    check(isinstance(streams, Streams), "accept", "streams: Streams", streams)
     if names is not None:
         check(len(names) == len(draft_tokens), "accept", f"names: [{len(draft_tokens)}]", names)
     result = verify_drafts(

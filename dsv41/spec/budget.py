@@ -295,6 +295,7 @@ def joint_tier(curves: ArrayLike, cost: StepCost, *, draft_requests: int = 0) ->
 
     Errors: ValueError for a curve with a NaN or +inf, or when no tier holds every rank.
     """
+    check(isinstance(cost, StepCost), "joint_tier", "cost: StepCost", cost)
     gains = numbers("joint_tier", "curves", curves).astype(np.float64)
     check(
         gains.ndim == 2 and gains.shape[1] == len(cost.tiers),
@@ -340,7 +341,9 @@ def solve_budget_joint(
     Returns:
         [num_ranks] drafts of each rank: as many as fit the tier.
     """
-    name, ranks = "solve_budget_joint", len(survivals)
+    name, ranks = "solve_budget_joint", _length(survivals)
+    check(isinstance(ranks, int), name, "survivals: one a rank", survivals)
+    check(isinstance(cost, StepCost), name, "cost: StepCost", cost)
     check(
         ranks > 0 and _length(base_tokens) == ranks,
         name,

@@ -201,6 +201,7 @@ def _scratch_bytes(tokens: int, features: int, k: int, numerics: str, _: bool) -
 def _check_weight(name: str, w: Any) -> None:
     good = isinstance(w, MXFP8) and w.tile_rows == 32 and w.values.dim() == 2
     check(good, name, "w: MXFP8 of 32 x 32 tiles", w)
+    check(w.values.numel() > 0, name, "w of at least one tile", w.values)
     check_scales(name, {"w.scale": w.scale})
 
 
@@ -225,6 +226,7 @@ def pack_linear(w: MXFP8, *, numerics: str = "fp8") -> FP8Tiles | MXFP8:
         return w
     values, code = w.flat()
     check(values.shape[1] % 128 == 0, name, "in: a multiple of 128", values)
+    check(not values.is_meta, name, "w with values", values)
     check(values.is_contiguous(), name, "contiguous values", f"strides {tuple(values.stride())}")
     high = int(code.max()) if code.numel() else 0
     check(high < 255, name, "scale codes below 255 (255 is NaN)", high)

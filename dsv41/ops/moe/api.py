@@ -131,6 +131,8 @@ def pack_experts(
     name = "pack_experts"
     check(isinstance(experts, MXFP4Experts), name, "experts: MXFP4Experts", experts)
     check(numerics in ("exact", "fp8"), name, "numerics: exact or fp8", numerics)
+    check(add_up is None or callable(add_up), name, "add_up: a function of counts, or None", add_up)
+    check(not experts.w13.is_meta, name, "experts with values", experts.w13)
     check(experts.layout == "plain", name, "experts in the plain layout", experts.layout)
     sizes = experts.hidden, experts.inter
     good = sizes[0] % 256 == 0 and sizes[1] % 128 == 0 and sizes[1] <= sizes[0]
@@ -206,8 +208,11 @@ def mxfp4_moe(
     hidden = experts.hidden
     x = mxfp8_operand(name, x, hidden, experts.w13)
     tokens = x.values.shape[0]
+    coarse = experts.layout == "plain fp8" and hidden % 128 + experts.inter % 128
+    check(not coarse, name, "hidden and inter multiples of 128 in fp8", (hidden, experts.inter))
     check_tensor(name, "expert_ids", expert_ids, (tokens, None), torch.int32, like=experts.w13)
     shape = tuple(expert_ids.shape)
+    check(shape[1] > 0, name, "expert_ids of at least one column", expert_ids)
     check_tensor(name, "expert_weights", expert_weights, shape, torch.float32, like=experts.w13)
     if check_values() and expert_ids.numel():
         low, high = int(expert_ids.min()), int(expert_ids.max())
