@@ -4,6 +4,8 @@ The emulation has L1 and L0C in the layouts that TileLang's sources state, and b
 float32, in the order of the values.
 """
 
+import contextlib
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -148,19 +150,72 @@ def test_markov_bias() -> None:
     close(logits, want)
 
 
-@pytest.mark.parametrize("sink", [None, -torch.inf, torch.inf])
-def test_sparse_attn(sink: float | None) -> None:
-    """Records of both kinds, ids of -1, NaN in records that no id names; infinite sinks, a bare window."""
-    case = Case("", tokens=3, heads=16, near=32, far=32, page=(16, 16), missing=0.3, width=128)
-    (q, window, near, compressed, far), keys = inputs(case, "cpu")
-    out, none = torch.zeros_like(q), torch.empty(0)
-    if sink is not None:
-        keys["sink"] = torch.full_like(keys["sink"], sink)
+def attend(npu: Any, case: Case, **change: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel makes of a case, and the reference."""
+    (q, window, near, *rest), keys = inputs(case, "cpu")
+    keys.update(change)
+    if change:
         near = torch.full_like(near, -1)
-    with emulated("dsv41.ops.attn.tilelang_npu") as npu:
-        npu.sparse_attn(
-            q, window.pages, "mxfp8", near.contiguous(), compressed.pages, "nvfp4", far.contiguous(),
-            keys["sink"], None, None, keys["scale"], 1, out, none, none,
-        )  # fmt: skip
-    want, _ = ops.sparse_attn(q, window, near, compressed, far, **keys)
-    assert out.isfinite().all() and (distance(out, want) < 1e-5 if want.any() else not out.any())
+    cos, sin = keys["inverse_rope"] or (None, None)
+    far: tuple[Any, ...] = (None, "", None)
+    if case.far:
+        far = rest[0].pages, rest[0].record.layout, rest[1].contiguous()
+    out, none = torch.zeros_like(q), torch.empty(0)
+    npu.sparse_attn(
+        q, window.pages, window.record.layout, near.contiguous(), *far, keys["sink"], cos, sin,
+        keys["scale"], 1, out, none, none,
+    )  # fmt: skip
+    want, _ = ops.sparse_attn(q, window, near, *(rest if case.far else ()), **keys)
+    return out, want
+
+
+ATTN = "dsv41.ops.attn.tilelang_npu"
+SMALL = Case("", tokens=3, heads=16, near=32, far=32, page=(16, 16), missing=0.3, width=128)
+
+
+def test_sparse_attn() -> None:
+    """Records of both kinds, ids of -1, NaN in records that no id names; infinite sinks, a bare window."""
+    with emulated(ATTN) as npu:
+        for sink in ({}, {"sink": torch.full((16,), torch.inf)}, {"sink": torch.full((16,), -torch.inf)}):
+            out, want = attend(npu, SMALL, **sink)
+            assert out.isfinite().all() and (distance(out, want) < 1e-5 if want.any() else not out.any())
+
+
+def ragged(npu: Any, near: int, far: int, pages: tuple[int, int]) -> bool:
+    """Whether ids that fill no tile give the reference's result."""
+    case = replace(SMALL, tokens=2, near=near, far=far, layouts=("mxfp8", "mxfp8"), page=pages, rope=64)
+    out, want = attend(npu, case)
+    return bool(out.isfinite().all()) and distance(out, want) < 1e-5
+
+
+@pytest.mark.parametrize("near, far", [(5, 0), (128, 5)])
+def test_sparse_attn_of_any_number_of_ids(near: int, far: int) -> None:
+    """No compressed entries, or the drafter's own rows; one kernel for pages of all sizes; rotated back."""
+    with emulated(ATTN) as npu:
+        assert ragged(npu, near, far, (133, 30)) and ragged(npu, near, far, (7, 16))
+
+
+# Planted into the emitted Ascend C: ids behind the last, the window's page for the drafter's rows, an id of
+# the next row; and into the launch.
+FAULTS_OF_ATTENTION = {
+    "tail": ("slot = -1;", ";"),
+    "page": ("size = far_page;", ";"),
+    "row": ("block_idx)) * (int64_t)5)", "block_idx)) * (int64_t)4)"),
+}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS_OF_ATTENTION, "rotation", "angles"])
+def test_faults_of_attention_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = FAULTS_OF_ATTENTION.get(fault, ("", ""))
+
+    def edit(source: str) -> str:
+        assert old in source
+        return source.replace(old, new)
+
+    with emulated(ATTN, edit) as npu:
+        if fault == "rotation":
+            monkeypatch.setattr(npu, "rope", lambda x, cos, sin, inverse, out: ops.rope(x, cos, sin, out=out))
+        if fault == "angles":
+            monkeypatch.setattr(npu, "rope", lambda x, c, s, inverse, out: ops.rope(x, s, c, out=out))
+        with contextlib.suppress(EmulationError):
+            assert not ragged(npu, 128, 5, (133, 30))

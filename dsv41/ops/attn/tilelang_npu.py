@@ -20,39 +20,35 @@ def record_bytes(layout, dim):
     return dim + dim // 32 if layout == "mxfp8" else dim // 2 + dim // 16
 
 
-def pair(pages, slot, page_size, layout, dim, j):
-    """Values 2 j and 2 j + 1 of a record."""
-    first = slot % page_size * record_bytes(layout, dim)
-    page = slot // page_size
+def pair(pages, page, record, layout, dim, j):
+    """Values 2 j and 2 j + 1 of the record of a page."""
     if layout == "mxfp8":
-        scale = power(T.cast(pages[page, first + dim + j // 16], T.int32))
-        low = e4m3_value(T.cast(pages[page, first + 2 * j], T.int32))
-        high = e4m3_value(T.cast(pages[page, first + 2 * j + 1], T.int32))
+        scale = power(T.cast(pages[page, record, dim + j // 16], T.int32))
+        low = e4m3_value(T.cast(pages[page, record, 2 * j], T.int32))
+        high = e4m3_value(T.cast(pages[page, record, 2 * j + 1], T.int32))
     else:
-        scale = e4m3_value(T.cast(pages[page, first + dim // 2 + j // 8], T.int32))
-        byte = T.cast(pages[page, first + j], T.int32)
+        scale = e4m3_value(T.cast(pages[page, record, dim // 2 + j // 8], T.int32))
+        byte = T.cast(pages[page, record, j], T.int32)
         low, high = e2m1_value(byte), e2m1_value(byte >> 4)
     return low * scale, high * scale
 
 
 @compiled
-def _attend(heads, dim, near, near_layout, near_page, far, far_layout, far_page):
-    """``far`` 0: no compressed entries."""
-    rows, near_pages, near_stride, far_pages, far_stride = (
-        T.dynamic(n) for n in ("rows", "near_pages", "near_stride", "far_pages", "far_stride")
+def _attend(heads, dim, near, near_layout, far, far_layout):
+    """``far`` 0: no compressed entries. Pages may have any number of records: a prefill's has its rows."""
+    rows, near_pages, near_page, near_stride, far_pages, far_page, far_stride = (
+        T.dynamic(n)
+        for n in ("rows", "near_pages", "near_page", "near_stride", "far_pages", "far_page", "far_stride")
     )
-    tiles = (near + far) // KEYS
+    near_bytes, far_bytes = record_bytes(near_layout, dim), record_bytes(far_layout, dim)
+    tiles = -(-(near + far) // KEYS)
 
     @T.prim_func
     def attention(
         q: T.Tensor((rows, heads, dim), T.bfloat16),
-        window: T.StridedTensor(
-            (near_pages, near_page * record_bytes(near_layout, dim)), (near_stride, 1), T.uint8
-        ),
+        window: T.StridedTensor((near_pages, near_page, near_bytes), (near_stride, near_bytes, 1), T.uint8),
         window_ids: T.Tensor((rows, near), T.int32),
-        compressed: T.StridedTensor(
-            (far_pages, far_page * record_bytes(far_layout, dim)), (far_stride, 1), T.uint8
-        ),
+        compressed: T.StridedTensor((far_pages, far_page, far_bytes), (far_stride, far_bytes, 1), T.uint8),
         compressed_ids: T.Tensor((rows, far or near), T.int32),
         sink: T.Tensor((heads,), T.float32),
         scale: T.float32,
@@ -66,6 +62,8 @@ def _attend(heads, dim, near, near_layout, near_page, far, far_layout, far_page)
             products = T.alloc_l0c((heads, KEYS), T.float32)
             total = T.alloc_l0c((heads, dim), T.float32)
             slots = T.alloc_shared((KEYS,), T.int32)
+            page = T.alloc_shared((KEYS,), T.int32)  # where each record lies: found once
+            record = T.alloc_shared((KEYS,), T.int32)
             keys = T.alloc_shared((KEYS, dim), T.bfloat16)
             values = T.alloc_shared((dim, KEYS), T.bfloat16)  # the cube core multiplies by rows only
             scores = T.alloc_shared((heads, KEYS), T.float32)
@@ -84,11 +82,19 @@ def _attend(heads, dim, near, near_layout, near_page, far, far_layout, far_page)
                         for i in T.Parallel(KEYS):
                             n = t % tiles * KEYS + i
                             slot = T.alloc_var(T.int32)
+                            size = T.alloc_var(T.int32)  # of the page
                             slot = window_ids[row, T.min(n, near - 1)]
+                            size = near_page
                             if far:  # noqa: SIM102
                                 if n >= near:
-                                    slot = compressed_ids[row, T.max(n - near, 0)]
+                                    size = far_page
+                                    slot = compressed_ids[row, T.max(T.min(n - near, far - 1), 0)]
+                            if (near + far) % KEYS:  # noqa: SIM102
+                                if n >= near + far:
+                                    slot = T.int32(-1)
                             slots[i] = slot
+                            page[i] = slot // size
+                            record[i] = slot % size
                         for i, j in T.Parallel(KEYS, dim // 2):
                             low = T.alloc_var(T.float32)
                             high = T.alloc_var(T.float32)
@@ -96,11 +102,11 @@ def _attend(heads, dim, near, near_layout, near_page, far, far_layout, far_page)
                             high = T.float32(0)
                             if slots[i] >= 0:
                                 if t % tiles * KEYS + i < near:
-                                    both = pair(window, slots[i], near_page, near_layout, dim, j)
+                                    both = pair(window, page[i], record[i], near_layout, dim, j)
                                     low = both[0]
                                     high = both[1]
                                 elif far:
-                                    both = pair(compressed, slots[i], far_page, far_layout, dim, j)
+                                    both = pair(compressed, page[i], record[i], far_layout, dim, j)
                                     low = both[0]
                                     high = both[1]
                             keys[i, 2 * j] = T.cast(low, T.bfloat16)
@@ -146,9 +152,9 @@ def _attend(heads, dim, near, near_layout, near_page, far, far_layout, far_page)
 
 
 def variants(cfg):
-    """Layers with compressed entries and without, with pages of 64."""
-    yield _attend, (cfg.num_heads, cfg.head_dim, cfg.window, "mxfp8", 64, cfg.index_top_k, "nvfp4", 64)
-    yield _attend, (cfg.num_heads, cfg.head_dim, cfg.window, "mxfp8", 64, 0, "mxfp8", 64)
+    """Layers with compressed entries and without, and the drafter with its own rows behind the window."""
+    for far in ((cfg.index_top_k, "nvfp4"), (0, "mxfp8"), (cfg.draft.block_size, "mxfp8")):
+        yield _attend, (cfg.num_heads, cfg.head_dim, cfg.window, "mxfp8", *far)
 
 
 def sparse_attn(
@@ -158,13 +164,11 @@ def sparse_attn(
     """Launch of ``dsv41.ops.sparse_attn``; `_ascend` in api.py says what it takes."""
     if not q.numel():
         return
-    near = (window_ids.shape[1], window_layout, window.shape[1])
-    given, far = (window, window_ids), (0, window_layout, window.shape[1])  # no compressed entries: not read
-    if compressed is not None:
-        given = compressed, compressed_ids
-        far = (compressed_ids.shape[1], compressed_layout, compressed.shape[1])
-    _attend(q.shape[1], q.shape[2], *near, *far)(
-        q, window.flatten(1), window_ids, given[0].flatten(1), given[1], sink, scale, out
+    given, far = (window, window_ids), (0, window_layout)  # no compressed entries: not read
+    if compressed is not None and compressed_ids.shape[1]:
+        given, far = (compressed, compressed_ids), (compressed_ids.shape[1], compressed_layout)
+    _attend(q.shape[1], q.shape[2], window_ids.shape[1], window_layout, *far)(
+        q, window, window_ids, *given, sink, scale, out
     )
     if cos is not None:
         rope(out, cos, sin, inverse=True, out=out)

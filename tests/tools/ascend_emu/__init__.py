@@ -47,6 +47,18 @@ def available() -> bool:
     return shutil.which("g++") is not None
 
 
+def emitted(func: Any) -> str:
+    """The Ascend C of a program; kept by the program's text, because TileLang's scheduler takes long."""
+    import tilelang
+
+    def make(scratch: Path) -> Path:
+        (scratch / "source").write_text(ascend_source(func), "utf-8")
+        return scratch / "source"
+
+    key = f"{tilelang.__version__}\n{func.script()}"
+    return _cached("ascend_source.cpp", key, make).read_text("utf-8")
+
+
 class Emulated:
     """A TileLang program for Ascend as a callable of CPU tensors and numbers, in place of a compiled kernel.
 
@@ -59,7 +71,7 @@ class Emulated:
     def __init__(self, func: Any, cores: int, edit: Callable[[str], str] = lambda source: source) -> None:
         self.func, self.cores = func, cores
         self.source = _MEMORY.sub(
-            lambda m: f"{m[1]}reinterpret_cast<{m[3]}*>(emu::{_PLACE[m[2]]}());", edit(ascend_source(func))
+            lambda m: f"{m[1]}reinterpret_cast<{m[3]}*>(emu::{_PLACE[m[2]]}());", edit(emitted(func))
         )
         found = _HEAD.search(self.source)
         assert found is not None, "one kernel in the source"
