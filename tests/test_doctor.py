@@ -75,6 +75,11 @@ def test_the_calls_of_a_model() -> None:
     assert "inter of 128" in narrow["mxfp4_moe"]["refused"]["tilelang_cuda"]
 
 
+def test_ascend_takes_every_call_of_the_released_model() -> None:
+    rows = doctor.diagnose(support.TARGETS["Ascend 950"], V41FlashConfig.flash())
+    assert "sparse_attn" in {row["op"] for row in rows} and None not in {row["kernel"] for row in rows}
+
+
 def test_what_is_missing_and_how_to_get_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,8 +158,8 @@ def _ascend(
     if sink is None or rest[-2].numel():
         return "takes a sink and returns no lse"
     given = [ids for ids in (window_ids, compressed_ids) if ids is not None]
-    if sum(ids.shape[1] for ids in given) % 32 or not window_ids.shape[1] or q.shape[1] % 16:
-        return "a multiple of 32 ids a query, some of the window, and of 16 heads"
+    if not window_ids.shape[1] or q.shape[1] % 16:
+        return "ids of the window, and a multiple of 16 heads"
     return None if all(x.is_contiguous() for x in (q, rest[-3], *given)) else "contiguous q, ids and out"
 
 
