@@ -28,6 +28,7 @@ CFG = V41FlashConfig()
 SPILLS: dict[str, dict[str, int]] = {
     "dsv41.ops.attn.tilelang_cuda": {"_attend": 64},
     "dsv41.ops.index.tilelang_cuda": {"_scan": 224},  # what the loop over keys does not use
+    "dsv41.ops.index.tilelang_sm100_cuda": {"_scan": 84},  # likewise
     "dsv41.ops.moe.tilelang_cuda": {"_gate_up": 16, "_down": 4},  # fp8 tiles, outside their loops
 }
 TILELANG, TRITON, ASCEND = (lowering.files(name) for name in ("tilelang", "triton", "ascend"))
@@ -99,6 +100,8 @@ def declared(module: str) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize("module", TILELANG)
 def test_the_instructions_asked_for_are_there(module: str) -> None:
     wanted = declared(module) if hasattr(importlib.import_module(module), "device_source") else []
+    if "sm100" in module:
+        pytest.skip("looked at below")
     if not wanted:
         pytest.skip("asks for neither tensor cores nor bulk copies")
     # One build of each builder first; the others for what is still missing, as in a kernel of two types.
@@ -149,14 +152,22 @@ def test_row_wise_builds_for_sm100(module: str, builder: Any, args: Any) -> None
     assert made.registers and not made.spills
 
 
-@pytest.mark.parametrize("family", ["linear", "moe"])
+# What products of SM100 are made of: FP8 and scales by the copy engine, FP4 and scales from registers.
+SM100_PRODUCTS = {
+    "linear": (TCGEN05, TENSOR_MEMORY, COPY, ("UTCCP",)),
+    "moe": (TCGEN05, TENSOR_MEMORY, COPY, ("UTCCP",)),
+    "index": (("UTCOMMA",), TENSOR_MEMORY, ("STTM",), ("UTCBAR",)),
+}
+
+
+@pytest.mark.parametrize("family", SM100_PRODUCTS)
 def test_products_on_sm100_are_tcgen05(family: str) -> None:
-    """Products in tensor memory, with scales, fed by the copy engine."""
+    """Products in tensor memory, with scales, and none in registers."""
     module = f"dsv41.ops.{family}.tilelang_sm100_cuda"
     made = lowering.lower_tilelang(module, *lowering.all_variants(module, CFG)[0])
-    for wanted in (TCGEN05, TENSOR_MEMORY, COPY, ("UTCCP",)):
+    for wanted in SM100_PRODUCTS[family]:
         assert made.has(*wanted), wanted
-    assert not made.has("HMMA", "QMMA", "HGMMA", "QGMMA") and not made.spills
+    assert not made.has("HMMA", "QMMA", "OMMA", "HGMMA", "QGMMA") and not made.spills
 
 
 def test_a_product_in_registers_on_sm100_is_seen() -> None:

@@ -33,7 +33,12 @@ def ints(values: Any) -> torch.Tensor:
 
 
 class Scene:
-    """Requests with ``entries`` keys each in scattered pages of a strided pool; all other bytes are 255."""
+    """Requests with ``entries`` keys each in scattered pages of a strided pool; all other bytes are 255.
+
+    ``kernel``: the file whose scans are emulated, ``form``: what it calls keys of a layout.
+    """
+
+    kernel, form = tilelang_cuda, {"mxfp4": "mxfp4", "fp8": "fp8"}
 
     def __init__(
         self,
@@ -111,7 +116,7 @@ class Scene:
         scratch = torch.full(
             (lists * (8 * (ROOM + (BLOCK_ROOM if publish else 0)) + 8),), 255, dtype=torch.uint8
         )
-        text = tilelang_cuda.scan_source(together)
+        text = self.kernel.scan_source(together)
         named = 0 if candidates is None else candidates.shape[1]
         sizes = [
             tokens,
@@ -135,11 +140,11 @@ class Scene:
         out = [ids, new if publish else None, scratch]
         cuda_emu.emulate(
             text,
-            scans.scan_call(self.layout, together, publish, restrict, select),
+            scans.scan_call(self.form[self.layout], together, publish, restrict, select),
             [*q, *out, *sizes, named, blocks, block_size, k, grid, cuda_emu.SHARED],
             grid=grid,
             threads=scans.scan_threads(together),
-            shared_bytes=scans.shared_bytes(self.layout, together, publish),
+            shared_bytes=scans.shared_bytes(self.form[self.layout], together, publish),
             schedules=(schedule,),
             uninitialised="allow",
         )
@@ -320,11 +325,11 @@ def check_full_lists(kind: str, together: int, schedule: str) -> None:
     candidates = torch.arange(n // 8, dtype=torch.int32).expand(together, -1).contiguous()
     keys: dict[str, Any] = {"together": together, "blocks": blocks, "schedule": schedule, "grid": 1}
     keys |= {"block_size": 4} if blocks else {"candidates": candidates} if kind == "restricted" else {}
-    text, old = tilelang_cuda.source, "kBlockCap = NQ > 1 ? 3072 : 4096"
-    assert old in text("index_plan.cuh")
+    text, old = scene.kernel.scan_source, "kBlockCap = NQ > 1 ? 3072 : 4096"
+    assert old in text(together)
     with pytest.MonkeyPatch.context() as patch:
         # Lists of blocks that so few keys fill; where one key of a block passes, before the other lists.
-        patch.setattr(tilelang_cuda, "source", lambda *a, **b: text(*a, **b).replace(old, "kBlockCap = 512"))
+        patch.setattr(scene.kernel, "scan_source", lambda n: text(n).replace(old, "kBlockCap = 512"))
         for every, k in ((1, 512), (1, 312)) + ((4, 512),) * (blocks > 0):
             rise(scene, every)
             score = scene.own_scores()

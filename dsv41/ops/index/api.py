@@ -10,7 +10,7 @@ from ...formats import MXFP4
 from ..norm_rope.api import check_rope_table
 from ..quant.api import quantised_output
 
-GRID = 264  # blocks of the Hopper kernels, two a multiprocessor; the result does not depend on it
+GRID = 264  # blocks of the CUDA kernels, two a multiprocessor of Hopper; the result does not depend on it
 MOST, MOST_BLOCKS = 512, 2048  # entries and blocks that they choose for a query at most
 ROOM, BLOCK_ROOM = 768, 2560  # what a list in the scratch holds of each: some more, which saves passes
 
@@ -86,6 +86,16 @@ def _hopper(
     )
 
 
+def _sm100(
+    q: Any, q_scale: Any, weights: Any, requests: Any, visible: Any, keys: Any, layout: Any, *rest: Any
+) -> str | None:
+    if layout != "mxfp4":
+        return f"mxfp4 keys, got {layout}"
+    if q.data_ptr() % 8 or q_scale.data_ptr() % 4:
+        return "queries at a multiple of 8 bytes, their scales of 4"
+    return _hopper(q, q_scale, weights, requests, visible, keys, layout, *rest)
+
+
 def _ascend(
     q: Any, q_scale: Any, weights: Any, requests: Any, visible: Any, keys: Any, layout: str, table: Any,
     candidates: Any, block_size: int, ids: Any, blocks: Any, scratch: Any,
@@ -142,6 +152,7 @@ _INDEX_TOPK = Op(
     kernels=(
         Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper),
         Kernel("deepgemm_cuda", "cuda", needs=("deep_gemm",), archs=(100, 103), supports=_deepgemm),
+        Kernel("tilelang_sm100_cuda", "cuda", needs=("tilelang",), archs=(100, 103), supports=_sm100),
         Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_ascend),
     ),
 )

@@ -214,4 +214,8 @@ struct Choice {
   }
 };
 
+// What a group of warps does with the tiles of a run: of Hopper, or of SM100.
+template <int FORMAT, int NQ, bool PUBLISH, bool SELECT>
+struct Run;
+
 }  // namespace index_topk

@@ -225,7 +225,6 @@ __device__ __forceinline__ void load_weights(const S& s, int m, uint32_t c, floa
   }
 }
 
-// What a group of warps does with the tiles of a run.
 template <int FORMAT, int NQ, bool PUBLISH, bool SELECT>
 struct Run : Choice<FORMAT, NQ, PUBLISH, SELECT> {
   using Base = Choice<FORMAT, NQ, PUBLISH, SELECT>;
@@ -240,8 +239,8 @@ struct Run : Choice<FORMAT, NQ, PUBLISH, SELECT> {
     for (int m = first; m < end; ++m) plain |= s.plain[m];
   }
   static __device__ __forceinline__ void init(S& s) { s.signs = 0x40404040u; }
-  static __device__ __forceinline__ void begin(S&, int) {}
-  static __device__ __forceinline__ void finish(S&, int) {}
+  static __device__ __forceinline__ void open(S&, int) {}
+  static __device__ __forceinline__ void close(S&, int) {}
   static __device__ __forceinline__ void load(const Args& args, S& s, int unit, int tid) { load_queries<FORMAT, NQ>(args, s, unit, tid); }
 
   // The scale of a row: for MXFP4 that of its first group.

@@ -267,7 +267,7 @@ __device__ void scan(const void* q, const void* q_scale, const void* weights, co
   choose::find_share(units, (tokens + NQ - 1) / NQ, block, grid, P::kLeast, s.sums, &s.share, tid, P::kThreads);
   const choose::Share share = s.share;
   if (share.unit < 0) return;
-  R::begin(s, tid);
+  R::open(s, tid);
   F feed(args, s, tid);
   int left = share.each, offset = share.offset, turn = 0;
   for (int unit = share.unit; left > 0 && unit * NQ < tokens; ++unit, offset = 0) {
@@ -307,7 +307,7 @@ __device__ void scan(const void* q, const void* q_scale, const void* weights, co
                                       lists, team, tid % P::kTeam);
     }
   }
-  R::finish(s, tid);
+  R::close(s, tid);
 }
 
 struct MergeShared {

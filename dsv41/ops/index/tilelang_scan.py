@@ -257,15 +257,14 @@ def index_topk(
     """``dsv41.ops.index_topk`` by ``launch``: of everything, of the candidates, or of both, one by one."""
     if q.shape[0] == 0:
         return
-    if page_table.numel() == 0 or keys.numel() == 0 or (candidates is not None and candidates.shape[1] == 0):
-        ids.fill_(-1)
-    few = (q, q_scale, head_weights, request_ids, visible, keys, layout, page_table)
     if page_table.numel() == 0 or keys.numel() == 0:
+        ids.fill_(-1)
         new_candidates.fill_(-1)
         return
-    if candidates is not None and new_candidates.shape[1]:
+    few = (q, q_scale, head_weights, request_ids, visible, keys, layout, page_table)
+    if candidates is None or new_candidates.shape[1]:
         launch(*few, None, block_size, ids, new_candidates, scratch)
-    if candidates is None:
-        launch(*few, None, block_size, ids, new_candidates, scratch)
-    elif candidates.shape[1]:
+    if candidates is not None and candidates.shape[1]:
         launch(*few, candidates, block_size, ids, new_candidates[:, :0], scratch)
+    elif candidates is not None:
+        ids.fill_(-1)

@@ -4,7 +4,8 @@ One block or cluster at a time; its threads are fibers that switch where CUDA th
 the thread and the line of source: deadlocks (what every thread waits for), accesses outside shared memory or
 outside a tensor, misaligned ones, reads of shared memory that was never written or that a copy is in flight
 to, two accesses without a barrier between them, operands of wgmma that change before the wait or that no
-fence made visible.
+fence made visible. Of SM100 (sm100.cuh): tensor memory that nobody wrote or gave back, sums that are read and
+operands and scales that change before a product's barrier, and barriers without their fences.
 Accumulators are NaN until the wait. It proves numerics, indexing and synchronisation of one block or cluster;
 not speed, registers, atomics between blocks, nor that wgmma's own sums round as the tensor cores do.
 """
@@ -21,7 +22,10 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).parent
-_FILES = ("runtime.h", "state.h", "wgmma.h", "runtime.cpp", "emu.h", "emu_types.h", "emu_hopper.h")
+_FILES = (
+    "runtime.h", "state.h", "wgmma.h", "tensor.h", "runtime.cpp", "emu.h", "emu_types.h", "emu_hopper.h",
+    "emu_sm100.h",
+)  # fmt: skip
 # Distributions switch on checks that take a jump to another fiber's stack for a broken program.
 _FIBERS = ["-U_FORTIFY_SOURCE", "-fcf-protection=none", "-fno-omit-frame-pointer"]
 _KERNEL_FLAGS = [

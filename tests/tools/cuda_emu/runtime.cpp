@@ -28,6 +28,10 @@ void settle(Barrier& b) {
   b.pending = b.expected;
 }
 bool phase_done(const Barrier& b, uint32_t parity) { return (b.phase & 1) != (parity & 1); }
+void engine_arrives(Barrier& b) {
+  if (b.arriving.size() <= static_cast<size_t>(engine())) b.arriving.resize(engine() + 1);
+  b.arriving[engine()] = std::max(b.arriving[engine()], engine_clock);
+}
 bool deliver(Barrier& b) {  // the next asynchronous arrival
   if (b.queue.empty()) return false;
   Arrival a = b.queue.front();
@@ -35,10 +39,11 @@ bool deliver(Barrier& b) {  // the next asynchronous arrival
   if (a.copy) {
     land(a.copy);
     b.bytes -= a.copy->bytes;
-    if (b.arriving.size() <= static_cast<size_t>(engine())) b.arriving.resize(engine() + 1);
-    b.arriving[engine()] = std::max(b.arriving[engine()], engine_clock);
+    engine_arrives(b);
   } else {
     for (const CopyPtr& c : a.group) land(c);
+    if (a.work) a.work();
+    if (a.work) engine_arrives(b);
     join(b.arriving, a.clocks);
     --b.pending;
   }
@@ -47,6 +52,11 @@ bool deliver(Barrier& b) {  // the next asynchronous arrival
   return true;
 }
 
+}  // namespace
+}  // namespace emu
+#include "tensor.h"
+namespace emu {
+namespace {
 // Runs each of these threads until it blocks. Whether one could run.
 bool run_threads(const int* first, const int* last) {
   bool progress = false;
@@ -129,6 +139,7 @@ void run_blocks() {
     activate(i);
     for (size_t i = 0; i < shared_size; ++i)
       if (bytes[i].state == kInFlight) stop("the block ended while a copy to shared memory byte " + std::to_string(i) + " was in flight");
+    if (tensor_columns) stop("the block ended with tensor memory");
     for (auto& t : threads)
       for (auto& group : t.stores)
         for (auto& c : group)
@@ -140,6 +151,8 @@ void fiber() {
   entry();
   Thread& t = me();
   if (!t.accumulators.empty()) fail("the thread ended before wgmma_wait");
+  if (!t.tensor_stores.empty()) fail("the thread ended before tensor_wait_stores");
+  if (!t.tensor_products.empty()) fail("the thread ended with products that no barrier counts");
   t.finished = true;
   _longjmp(scheduler, 1);
 }
@@ -496,6 +509,7 @@ extern "C" const char* emu_run(const unsigned* grid, const unsigned* block, size
         barriers.clear();
         meetings.clear();
         block_barriers.clear();
+        tensor_columns = 0;
         now = 1;
         engine_clock = 0;
         threads.clear();

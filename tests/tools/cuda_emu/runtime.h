@@ -55,4 +55,15 @@ enum Type { kBf16, kF16, kE4M3, kE5M2 };  // of an operand
 void wgmma(float* d, int count, const uint32_t* a_regs, uint64_t a, uint64_t b, int accumulate, Type a_type,
            Type b_type, bool a_transposed, bool b_transposed);
 
+void tensor_allocate(uint32_t* to, int columns);
+void tensor_free(uint32_t address, int columns);
+void tensor_store(uint32_t address, const uint32_t* v, int count);
+void tensor_wait_stores();
+void tensor_load(float* d, uint32_t address, int count);
+void tensor_fence_before();
+void tensor_fence_after();
+void multiply_mxfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scale, uint32_t b_scale,
+                    int accumulate);
+void multiplied(uint64_t* bar);
+
 }  // namespace emu

@@ -60,6 +60,7 @@ struct Arrival {  // something that a barrier receives later: a bulk copy, or an
   CopyPtr copy;
   std::vector<CopyPtr> group;
   Clocks clocks;
+  std::function<void()> work;  // products of SM100 that are done with it
 };
 
 struct Barrier {
@@ -77,6 +78,11 @@ struct Product {
   int group;
   uint32_t time;
   std::vector<Operand> operands;
+};
+struct TensorProduct {  // of SM100: what it reads, and where its sums go
+  uint32_t time;
+  std::vector<Operand> operands;
+  std::vector<uint32_t> scales, sums;
 };
 struct Accumulator {
   int count, group;
@@ -102,6 +108,10 @@ struct Thread {
   bool wgmma_fenced = false, wgmma_open = false;
   std::map<float*, Accumulator> accumulators;
   std::vector<Product> products;
+  uint32_t tensor_after = 0;  // of the last fence
+  std::vector<std::pair<uint32_t, uint32_t>> tensor_stores;
+  std::vector<std::pair<uint32_t, bool>> tensor_open;  // touched since the last fence; whether written
+  std::vector<TensorProduct> tensor_products;
 };
 
 struct Rendezvous {

@@ -36,6 +36,17 @@ float decode(uint32_t code, Type type) {
   return f;
 }
 
+// The tensor cores read 16 bytes of shared memory.
+void check_operand(uint32_t offset, std::vector<Operand>& operands) {
+  for (uint32_t b = offset; b < std::min<size_t>(offset + 16, shared_size); ++b) {
+    const Byte& byte = bytes[b];
+    if (byte.state == kWritten && byte.generic && byte.writer != kAtomic && threads[byte.writer].fence_time <= byte.time && me().fence_time <= byte.time)
+      fail("the tensor cores read shared memory byte %u, stored by %s, without fence_async", b, who(byte.writer).c_str());
+  }
+  check_readable(offset, 16);
+  operands.push_back({offset, 16});
+}
+
 // Reads an operand [rows, 32 bytes of k] through its descriptor, as floats [rows][k].
 void read_operand(uint64_t d, int first, int rows, Type type, bool transposed, float* out, int row_step, int k_step,
                   Product& record) {
@@ -56,16 +67,7 @@ void read_operand(uint64_t d, int first, int rows, Type type, bool transposed, f
       if (at < kWindow || offset + size > shared_size) fail("wgmma: operand byte %d outside shared memory of %zu bytes", static_cast<int>(offset), shared_size);
       if (offset / 16 != piece) {
         piece = offset / 16;
-        for (uint32_t b = piece * 16; b < std::min<size_t>(piece * 16 + 16, shared_size); ++b) {
-          const Byte& byte = bytes[b];
-          if (byte.state == kWritten && byte.generic && byte.writer != kAtomic) {
-            bool fenced = threads[byte.writer].fence_time > byte.time;
-            if (!fenced) fenced = me().fence_time > byte.time;
-            if (!fenced) fail("wgmma reads shared memory byte %u, stored by %s, without fence_async", b, who(byte.writer).c_str());
-          }
-        }
-        check_readable(piece * 16, 16);
-        record.operands.push_back({piece * 16, 16});
+        check_operand(piece * 16, record.operands);
       }
       uint32_t code = shared[offset];
       if (!fp8) code |= shared[offset + 1] << 8;
