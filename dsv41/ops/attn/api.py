@@ -117,6 +117,13 @@ def _hopper(
     return _misaligned(window, compressed)
 
 
+def _sm100(*args: Any) -> str | None:
+    layouts = [layout for layout in (args[2], args[5]) if layout]
+    if any(layout not in ("mxfp8", "nvfp4") for layout in layouts):
+        return f"records mxfp8 or nvfp4, got {'+'.join(layouts)}"
+    return _hopper(*args)
+
+
 def _portable(
     q: Any, window: Any, window_layout: Any, window_ids: Any, compressed: Any, compressed_layout: Any,
     compressed_ids: Any, sink: Any, cos: Any, sin: Any, scale: Any, num_splits: Any, out: Any, lse: Any,
@@ -180,6 +187,7 @@ _ATTN = Op(
             archs=(100, 103),
             supports=_flashmla({*_V4, "mxfp8", "mxfp8+mxfp8", "mxfp8+nvfp4"}),
         ),
+        Kernel("tilelang_sm100_cuda", "cuda", needs=("tilelang",), archs=(100, 103), supports=_sm100),
         Kernel("triton_cuda", "cuda", needs=("triton",), supports=_portable),
         Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_ascend),
     ),
