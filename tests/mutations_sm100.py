@@ -5,6 +5,9 @@ from tests.mutations_model import Mutation
 LINEAR, MOE = "dsv41.ops.linear.tilelang_sm100_cuda", "dsv41.ops.moe.tilelang_sm100_cuda"
 SORTED = "dsv41.ops.moe.sorted_experts"
 ON_LINEAR = "tests.test_sm100_launch:test_block_linear(8, False)"
+ON_GROUPS = "tests.test_sm100_launch:test_grouped_linear(8, False)"
+INDEX, SCANS = "dsv41.ops.index.tilelang_sm100_cuda", "dsv41.ops.index.tilelang_scan"
+ON_INDEX = "tests.ops.test_index_sm100:test_launches"
 ON_EXPERTS = "tests.test_sm100_launch:test_experts(False)"
 
 MUTATIONS: list[Mutation] = [
@@ -29,6 +32,62 @@ MUTATIONS: list[Mutation] = [
         "if x.shape[0]:",
         "if True:",
         "tests.test_sm100_launch:test_block_linear(0, False)",
+    ),
+    (
+        "groups-sizes-swapped",
+        f"{LINEAR}:grouped_linear",
+        "_grouped(out.shape[2], k, groups,",
+        "_grouped(k, out.shape[2], groups,",
+        ON_GROUPS,
+    ),
+    (
+        "groups-in-another-order",
+        f"{LINEAR}:grouped_linear",
+        "x.flatten(1), words",
+        "x.flip(1).flatten(1), words",
+        ON_GROUPS,
+    ),
+    (
+        "groups-scales-of-another-tile",
+        f"{LINEAR}:grouped_linear",
+        "w, words, owner",
+        "w, words.roll(1, 0), owner",
+        ON_GROUPS,
+    ),
+    (
+        "groups-no-rows",
+        f"{LINEAR}:grouped_linear",
+        "if tokens:",
+        "if True:",
+        "tests.test_sm100_launch:test_grouped_linear(0, False)",
+    ),
+    (
+        "index-scales-and-weights-exchanged",
+        f"{INDEX}:launch",
+        "q, *before, *after",
+        "q, before[1], before[0], *before[2:], *after",
+        ON_INDEX,
+    ),
+    (
+        "index-blocks-restricted-too",
+        f"{SCANS}:index_topk",
+        "launch(*few, None, block_size, ids, new_candidates, scratch)",
+        "launch(*few, candidates, block_size, ids, new_candidates, scratch)",
+        ON_INDEX,
+    ),
+    (
+        "index-candidates-forgotten",
+        f"{SCANS}:index_topk",
+        "launch(*few, candidates, block_size, ids, new_candidates[:, :0], scratch)",
+        "launch(*few, None, block_size, ids, new_candidates[:, :0], scratch)",
+        ON_INDEX,
+    ),
+    (
+        "index-stride-of-another-tensor",
+        f"{SCANS}:launch",
+        "pages.stride(0),",
+        "pages.shape[1] * pages.shape[2],",
+        ON_INDEX,
     ),
     ("experts-tile-of-64", f"{MOE}:mxfp4_moe", "sm100.ROWS", "sm100.ROWS // 2", ON_EXPERTS),
     (

@@ -152,20 +152,23 @@ def test_row_wise_builds_for_sm100(module: str, builder: Any, args: Any) -> None
     assert made.registers and not made.spills
 
 
-# What products of SM100 are made of: FP8 and scales by the copy engine, FP4 and scales from registers.
+# What products of SM100 are made of: FP8 and scales by the copy engine, bf16, FP4 and scales from registers.
 SM100_PRODUCTS = {
-    "linear": (TCGEN05, TENSOR_MEMORY, COPY, ("UTCCP",)),
-    "moe": (TCGEN05, TENSOR_MEMORY, COPY, ("UTCCP",)),
-    "index": (("UTCOMMA",), TENSOR_MEMORY, ("STTM",), ("UTCBAR",)),
+    "linear._product": (TCGEN05, TENSOR_MEMORY, COPY, ("UTCCP",)),
+    "linear._grouped": (("UTCHMMA",), TENSOR_MEMORY, COPY),
+    "moe._product": (TCGEN05, TENSOR_MEMORY, COPY, ("UTCCP",)),
+    "index._scan": (("UTCOMMA",), TENSOR_MEMORY, ("STTM",), ("UTCBAR",)),
 }
 
 
-@pytest.mark.parametrize("family", SM100_PRODUCTS)
-def test_products_on_sm100_are_tcgen05(family: str) -> None:
-    """Products in tensor memory, with scales, and none in registers."""
+@pytest.mark.parametrize("name", SM100_PRODUCTS)
+def test_products_on_sm100_are_tcgen05(name: str) -> None:
+    """Products in tensor memory, with the scales of their operands, and none in registers."""
+    family, _, wanted_builder = name.partition(".")
     module = f"dsv41.ops.{family}.tilelang_sm100_cuda"
-    made = lowering.lower_tilelang(module, *lowering.all_variants(module, CFG)[0])
-    for wanted in SM100_PRODUCTS[family]:
+    builds = lowering.all_variants(module, CFG)
+    made = lowering.lower_tilelang(module, *next(b for b in builds if b[0].__name__ == wanted_builder))
+    for wanted in SM100_PRODUCTS[name]:
         assert made.has(*wanted), wanted
     assert not made.has("HMMA", "QMMA", "OMMA", "HGMMA", "QGMMA") and not made.spills
 

@@ -28,7 +28,7 @@ def linear(edit: tuple[str, str] | None = None, late: bool = False) -> tuple[tor
         torch.randn(FEATURES, K) * torch.exp2(torch.arange(FEATURES)[:, None] // 32 * 1.0)
     )
     out, owner = torch.full((130, FEATURES), float("nan"), dtype=torch.float64), torch.zeros(0)
-    launch(program(FEATURES, K, None, edit), x, x_words, w.double(), words(code), owner, out, late=late)
+    launch(program(FEATURES, K, None, edit=edit), x, x_words, w.double(), words(code), owner, out, late=late)
     return out, want @ from_mxfp8_tiles(w, code).double().T
 
 
@@ -41,9 +41,26 @@ def experts(edit: tuple[str, str] | None = None, late: bool = False) -> tuple[to
     owner = torch.tensor([2, -1, 1]).repeat_interleave(128)
     out = torch.full((384, FEATURES), float("nan"), dtype=torch.float64)
     codes = words(w.scale).flatten(0, 1)
-    launch(program(FEATURES, K, 3, edit), x, x_words, values.flatten(0, 1), codes, owner, out, late=late)
+    launch(program(FEATURES, K, 3, edit=edit), x, x_words, values.flatten(0, 1), codes, owner, out, late=late)
     expected = torch.cat([want[:128] @ whole[2].T, out[128:256], want[256:] @ whole[1].T])
     return out, expected
+
+
+def grouped(edit: tuple[str, str] | None = None, late: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16 rows of two groups side by side, weights of E4M3 tiles."""
+    rank, k = 128, 512  # four tiles of k: the first of three stages is used again
+    x = torch.randn(130, 2, k).bfloat16()
+    powers = torch.exp2(torch.randint(-6, 6, (2 * rank // 32, 1)))
+    w, code = to_mxfp8_tiles(torch.randn(2 * rank, k) * powers.repeat_interleave(32, 0))
+    code[3, 5], code[6] = 255, 0  # NaN, also where infinite weights would have a sum; the least power
+    x[:, 0, 160:192], x[:, 1] = x[:, 0, 160:192].abs() + 1, x[:, 1] * 2.0**100
+    for part in (w[96:128, 160:192], w[192:224]):
+        part.copy_(part.float().abs() / 2 + 64)
+    out, unread = torch.full((130, 2 * rank), float("nan"), dtype=torch.float64), torch.zeros(0)
+    rows, scales = x.flatten(1).double(), words(code)
+    launch(program(rank, k, None, 2, edit), rows, scales, w.double(), scales, unread, out, late=late)
+    whole = from_mxfp8_tiles(w, code).double().unflatten(0, (2, rank))
+    return out, torch.einsum("tgk,grk->tgr", x.double(), whole).flatten(1)
 
 
 def right(made: tuple[torch.Tensor, torch.Tensor]) -> bool:
@@ -51,13 +68,13 @@ def right(made: tuple[torch.Tensor, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("product", [linear, experts])
+@pytest.mark.parametrize("product", [linear, experts, grouped])
 def test_products(product, late: bool) -> None:
     assert right(product(late=late))
 
 
 # Planted in the program's text: barriers, parities, fences, indices, scales.
-INDENT = "\n" + 28 * " "
+INDENT = "\n" + 32 * " "
 FAULTS = {
     "one warp's arrivals": ("T.alloc_barrier([64] * STAGES)", "T.alloc_barrier([32] * STAGES)"),
     "one stage for all": ("step % STAGES", "0 % STAGES"),
@@ -76,6 +93,7 @@ FAULTS = {
     "the next step's scales": ("x_scale[at, step]", "x_scale[at, (step + 1) % words]"),
     "a tile's scale": ("(at if fp4 else at // 32)", "(at if fp4 else at // 64)"),
     "no wait for the end": ("T.mbarrier_wait_parity(finished[0], 0)", "pass"),
+    "no fence before the sums": ("T.tcgen05_after_thread_sync()", "pass"),
     "columns exchanged": ("out[row * ROWS, column * FEATURES]", "out[row * ROWS, 0]"),
 }  # fmt: skip
 FAULTS_OF_EXPERTS = {
@@ -84,6 +102,25 @@ FAULTS_OF_EXPERTS = {
     "whose tile": ("owner[row * ROWS]", "owner[row]"),
     "a tile of nobody": ("if expert >= 0:", "if expert >= -1:"),
 }
+
+FAULTS_OF_GROUPS = {
+    "no wait for weights": ("T.mbarrier_wait_parity(ordered[stage], step // STAGES & 1)", "pass"),
+    "no wait for rows": ("T.mbarrier_wait_parity(loaded[stage], step // STAGES & 1)", "pass"),
+    "weights over others": ("T.mbarrier_wait_parity(consumed[stage], step // STAGES & 1 ^ 1)", "pass"),
+    "one warp's arrivals": ("T.alloc_barrier([64] * STAGES)", "T.alloc_barrier([32] * STAGES)"),
+    "no fence": ("T.fence_proxy_async()", "pass"),
+    "sums of the tile before": ("clear_accum=step == 0", "clear_accum=False"),
+    "rows of the first group": ("column * FEATURES // features * k", "0"),
+    "half a group": ("column * FEATURES // features * k", "column * FEATURES // (2 * features) * k"),
+    "the next scale": ("piece // 2 * 8", "(piece + 1) // 2 % 4 * 8"),
+    "scales of another tile": ("w_scale[at // 32, step] >>", "w_scale[at // 64, step] >>"),
+    "scales of another step": ("w_scale[at // 32, step] >>", "w_scale[at // 32, 0] >>"),
+    "weights of another step": ("w[at, step * K + piece", "w[at, piece"),
+    "weights of another row": ("at = column * FEATURES + own", "at = column * FEATURES + own // 2"),
+    "half of a row": ("b[stage, own, piece * 16 + j]", "b[stage, own, piece // 2 * 16 + j]"),
+    "infinite instead of NaN": ("T.uint32(0x7FC00000)", "T.uint32(0x7F800000)"),
+    "zero for the least power": ("T.uint32(0x400000)", "T.uint32(0)"),
+}  # fmt: skip
 
 
 def seen(product, edit: tuple[str, str]) -> bool:
@@ -105,3 +142,8 @@ def test_faults_of_the_linear_are_seen(fault: str) -> None:
 @pytest.mark.parametrize("fault", FAULTS_OF_EXPERTS)
 def test_faults_of_the_experts_are_seen(fault: str) -> None:
     assert seen(experts, FAULTS_OF_EXPERTS[fault])
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_GROUPS)
+def test_faults_of_the_groups_are_seen(fault: str) -> None:
+    assert seen(grouped, FAULTS_OF_GROUPS[fault])

@@ -78,6 +78,19 @@ def test_block_linear(tokens: int, late: bool) -> None:
 
 
 @LATE
+@pytest.mark.parametrize("tokens", [0, 8, 130])
+def test_grouped_linear(tokens: int, late: bool) -> None:
+    """Three groups; a NaN stays in its row and group."""
+    values, codes = to_mxfp8_tiles(scattered(384, 256).float())
+    w, x = MXFP8(values, codes.view(E8M0), tile_rows=32), scattered(tokens, 3, 256)
+    if tokens:
+        x[3, 1, 5] = torch.nan
+    with on_sm100(), sm100_emu.emulated(LINEAR, late):
+        got = ops.grouped_linear(x, w)
+    close(got.flatten(1), ops.grouped_linear(x, w).flatten(1), 2.0**-7)
+
+
+@LATE
 def test_experts(late: bool) -> None:
     args, keys = experts_call()
     with on_sm100(), sm100_emu.emulated(MOE, late):
@@ -108,3 +121,19 @@ def test_the_compiled_kernel_takes_what_it_is_given(module: str) -> None:
     x, x_scale, w, w_scale, owner, out = given
     assert "x_scale dtype" in str(host_args.refusal(kernel, x, x_scale.view(torch.int32), *given[2:]))
     assert "w_scale shape" in str(host_args.refusal(kernel, x, x_scale, w, w_scale[1:], owner, out))
+
+
+@pytest.mark.skipif(lowering.nvcc() is None or torch.cuda.is_available(), reason="needs nvcc and no GPU")
+def test_the_compiled_kernel_of_groups_takes_what_it_is_given() -> None:
+    loaded, launched = importlib.import_module(LINEAR), []
+
+    def grouped(*args: Any) -> Any:
+        return lambda *given: launched.append((args, given))
+
+    values, codes = to_mxfp8_tiles(torch.randn(256, 256))
+    with on_sm100(), mock.patch.object(loaded, "_grouped", grouped):
+        ops.grouped_linear(scattered(130, 2, 256), MXFP8(values, codes.view(E8M0), tile_rows=32))
+    args, given = launched[0]
+    kernel = loaded._grouped(*args)
+    assert host_args.refusal(kernel, *given) is None
+    assert "x shape" in str(host_args.refusal(kernel, given[0][:, :256], *given[1:]))

@@ -41,6 +41,8 @@ def test_without_libraries_sm100_has_kernels_of_its_own() -> None:
     bare = Target("cuda", 100, frozenset({"tilelang", "nvcc", "triton"}))
     assert ops()["block_linear"].select(bare) == "tilelang_sm100_cuda"
     assert ops()["mxfp4_moe"].select(bare) == "tilelang_sm100_cuda"
+    assert ops()["grouped_linear"].select(bare) == "tilelang_sm100_cuda"
+    assert ops()["index_topk"].select(bare) == "tilelang_sm100_cuda"
     assert ops()["sparse_attn"].select(bare) == "tilelang_sm100_cuda"
 
 

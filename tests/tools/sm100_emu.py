@@ -1,4 +1,4 @@
-"""Runs the block-scaled product of SM100 from its TileLang program, on a CPU, a warp at a time.
+"""Runs the product of SM100 from its TileLang program, on a CPU, a warp at a time.
 
 The program's function is called once a warp with a stand-in for `tilelang.language`; warps take turns and
 switch where they wait, their 32 threads go together. It is the program that runs, not what the compiler makes
@@ -48,7 +48,7 @@ class Warp(threading.Thread):
         self.block, self.body = block, body
         self.threads = torch.arange(32 * index, 32 * index + 32)
         self.turn, self.ready, self.done = threading.Semaphore(0), lambda: True, False
-        self.allocated, self.unfenced = 0, []
+        self.allocated, self.unfenced, self.behind = 0, [], False  # behind: a fence since the last wait
 
     def run(self) -> None:
         self.turn.acquire()
@@ -64,7 +64,7 @@ class Warp(threading.Thread):
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Let the others run until ``ready()``."""
-        self.ready = ready
+        self.ready, self.behind = ready, False
         self.block.turn.release()
         self.turn.acquire()
         if self.block.stopped:
@@ -206,6 +206,9 @@ class Threads:
     def __mod__(self, other: int) -> torch.Tensor:
         return self.numbers % other
 
+    def __floordiv__(self, other: int) -> torch.Tensor:
+        return self.numbers // other
+
 
 class Size:
     """A dimension that is known at the launch."""
@@ -222,17 +225,33 @@ class Declared(tuple[Any, ...]):
     dtype = ""
 
 
+class Kind(str):
+    """A type: a name, and its numbers."""
+
+    def __call__(self, value: Any) -> Any:
+        return value
+
+
 class Language:
     """The part of `tilelang.language` that the program uses."""
 
-    serial = unroll = staticmethod(range)
+    serial = unroll = vectorized = staticmethod(range)
 
     def min(self, a: torch.Tensor, b: int) -> torch.Tensor:
         return a.clamp(max=b)
 
+    def cast(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
+        return x.bfloat16().double() if dtype == "bfloat16" else x.double()
+
+    def reinterpret(self, bits: torch.Tensor, dtype: str) -> torch.Tensor:
+        return bits.int().view(torch.float32).double()
+
+    def if_then_else(self, condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
+        return torch.where(condition, a, b)
+
     def __getattr__(self, name: str) -> Any:
         if name in ("float32", "uint32", "int32", "bfloat16") or name.startswith("float"):
-            return name
+            return Kind(name)
         raise AttributeError(f"the emulation does not know T.{name}")
 
     def prim_func(self, function: Any) -> Any:
@@ -333,6 +352,23 @@ class Language:
 
         here().block.later(product)
 
+    def tcgen05_gemm(
+        self, a: Region, b: Region, total: Memory, *, transpose_B: bool, mbar: Barrier, clear_accum: bool
+    ) -> None:  # fmt: skip
+        assert transpose_B
+        if b.start[0] in b.of.hidden:
+            raise EmulationError("a product of what is not behind a fence")
+
+        def product() -> None:
+            made = a.view() @ b.view().T
+            total.data.copy_(made if clear_accum else total.data + made)
+            mbar.step(arrivals=1)
+
+        here().block.later(product)
+
+    def tcgen05_after_thread_sync(self) -> None:
+        here().behind = True
+
     def tcgen05_mma_arrive(self, barrier: list[Barrier]) -> None:
         here().block.later(lambda: barrier[0].step(arrivals=1))
 
@@ -340,6 +376,8 @@ class Language:
         """A row a thread: from tensor memory to registers, and from there to the result."""
         rows = here().threads
         if not isinstance(target, Region):
+            if not here().behind:
+                raise EmulationError("sums are read, and no fence is behind the last wait")
             target.data[rows] = source.data[rows]
             return
         (first, column), out, width = target.start, target.of.data, source.data.shape[1]
@@ -355,7 +393,13 @@ def scaled(values: torch.Tensor, words: Memory) -> torch.Tensor:
     return values * torch.exp2(codes.double() - 127).repeat_interleave(32, 1)
 
 
-def program(features: int, k: int, experts: int | None, edit: tuple[str, str] | None = None) -> Any:
+def program(
+    features: int,
+    k: int,
+    experts: int | None,
+    groups: int | None = None,
+    edit: tuple[str, str] | None = None,
+) -> Any:
     """The program of `tilelang_sm100.product`, with a mistake if one is given: (old text, new text)."""
     text = Path(tilelang_sm100.__file__).read_text("utf-8")
     if edit is not None:
@@ -365,7 +409,7 @@ def program(features: int, k: int, experts: int | None, edit: tuple[str, str] | 
     text = text.replace("import tilelang.language as T\n", "")
     module.__dict__["T"] = Language()
     exec(compile(text, "tilelang_sm100", "exec"), module.__dict__)
-    return module.product(features, k, experts)
+    return module.product(features, k, experts, groups)
 
 
 def launch(function: Any, *arguments: torch.Tensor, late: bool = False) -> None:
@@ -417,13 +461,14 @@ def numbers(x: torch.Tensor) -> torch.Tensor:
 def emulated(module: str, late: bool = False) -> Iterator[None]:
     """Inside the context the launch functions of a kernel file of SM100 run on CPU tensors."""
     loaded: Any = importlib.import_module(module)
-    kept = {name: vars(loaded)[name] for name in ("_product", "build", "sm100")}
+    builders = [name for name in ("_product", "_grouped") if name in vars(loaded)]
+    kept = {name: vars(loaded)[name] for name in (*builders, "build", "sm100")}
 
     def build(function: Any, arch: str) -> Emulated:
         assert arch == "sm_100a", arch
         return Emulated(function, late)
 
-    loaded._product, loaded.build = inspect.unwrap(loaded._product), build
+    vars(loaded).update({name: inspect.unwrap(vars(loaded)[name]) for name in builders}, build=build)
     loaded.sm100 = types.SimpleNamespace(product=program, ROWS=tilelang_sm100.ROWS)
     try:
         yield

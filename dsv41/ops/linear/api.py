@@ -36,7 +36,7 @@ def _hopper(x: Any, x_scale: Any, w: Any, w_scale: Any, numerics: str, out: Any,
     return _unaligned(x=x, x_scale=x_scale, w=w, w_scale=w_scale, out=out)
 
 
-def _hopper_groups(x: Any, w: Any, w_scale: Any, out: Any, scratch: Any) -> str | None:
+def _whole_groups(x: Any, w: Any, w_scale: Any, out: Any, scratch: Any) -> str | None:
     if x.shape[2] % 128 or out.shape[2] % 128:
         return "in and rank must be multiples of 128"
     return _unaligned(x=x, w=w, w_scale=w_scale, out=out)
@@ -102,7 +102,8 @@ _GROUPED = Op(
     reference="dsv41_reference.linear:grouped_linear",
     package=__package__,
     kernels=(
-        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_hopper_groups),
+        Kernel("tilelang_cuda", "cuda", needs=("tilelang",), archs=(90,), supports=_whole_groups),
+        Kernel("tilelang_sm100_cuda", "cuda", needs=("tilelang",), archs=(100, 103), supports=_whole_groups),
         Kernel("torch_cuda", "cuda"),
         Kernel("tilelang_npu", "npu", needs=("tilelang", "torch_npu"), supports=_npu_groups),
     ),
