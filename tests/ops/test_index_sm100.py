@@ -13,7 +13,7 @@ from dsv41_reference.quant import from_mxfp4
 from dsv41 import Target
 from dsv41._op import ops as operators
 from tests.ops import test_index_hopper as hopper
-from tests.tools import cuda_emu
+from tests.tools import cuda_emu, host_args, lowering
 
 kernel: Any = pytest.importorskip("dsv41.ops.index.tilelang_sm100_cuda")
 scans: Any = pytest.importorskip("dsv41.ops.index.tilelang_scan")
@@ -117,10 +117,11 @@ def test_launches() -> None:
     """`index_topk` as the op calls it, against the reference: blocks published and given in one call, too."""
     scene = small()
     named = torch.tensor([[0, 3, 9, 16, 37, -1]]).expand(len(FEW), 6).int().contiguous()
+    functions: list[Any] = [ref.index_topk, kernel.index_topk]
     cases: list[Any] = [(None, 0), (None, 7), (named, 0), (named, 7), (named[:, :0], 7)]
     for candidates, blocks in cases:
         results = []
-        for function in (ref.index_topk, kernel.index_topk):
+        for function in functions:
             ids, new = (torch.full((len(FEW), n), 77, dtype=torch.int32) for n in (24, blocks))
             scratch = torch.full((1 << 19,), 255, dtype=torch.uint8)
             with emulated():
@@ -282,3 +283,37 @@ def test_faults_of_the_product_are_seen(fault: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("fault", CHOICE)
 def test_faults_of_the_choice_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen(check_choice, CHOICE[fault], monkeypatch)
+
+
+# ---- What the emulation takes for granted, against TileLang's own ----
+
+
+def test_instruction_as_tilelang_makes_it() -> None:
+    """Where the bits of an instruction are; the type is another: four bits and nothing else."""
+    made = pytest.importorskip("tilelang._ffi_api").get_tcgen5_blockscaled_instr_desc
+    for half in (0, 1):
+        own = torch.zeros(1, dtype=torch.int32)
+        probe = "__device__ void probe(int* out, int half) { *out = sm100::mxfp4_instruction(32, half); }"
+        cuda_emu.emulate(kernel.scan_source() + probe, "probe", [own, half], grid=1, threads=1)
+        theirs = made(128, 32, "float4_e2m1fn", "float4_e2m1fn", True, True, 1, 1, 2 * half, 2 * half)
+        assert int(own) == int(theirs) - (5 << 7 | 5 << 10) + (1 << 7 | 1 << 10)
+
+
+@pytest.mark.skipif(lowering.nvcc() is None or torch.cuda.is_available(), reason="needs nvcc and no GPU")
+def test_the_compiled_kernels_take_what_they_are_given() -> None:
+    """TileLang's own checks of types, sizes and strides; and that they would say something."""
+    launched: list[Any] = []
+    ids, new = (torch.zeros(len(FEW), n, dtype=torch.int32) for n in (24, 7))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_scan", "_merge"):
+            build = getattr(kernel, name)
+            patch.setattr(
+                kernel, name, lambda *flags, b=build: lambda *args: launched.append((b, flags[:-1], args))
+            )
+        kernel.index_topk(*small().args(), None, 8, ids, new, torch.zeros(1 << 19, dtype=torch.uint8))
+    assert len(launched) == 2
+    for build, flags, args in launched:
+        compiled = build(*flags, "sm_100a")
+        assert host_args.refusal(compiled, *args) is None
+        wrong = [args[0].view(torch.int8) if args[0].dtype == torch.uint8 else args[0].float(), *args[1:]]
+        assert "dtype" in str(host_args.refusal(compiled, *wrong))
