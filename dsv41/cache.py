@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from dsv41_reference import cache as _reference
 
-from ._op import check, check_sizes, check_tensor
+from ._op import check, check_sizes, check_tensor, check_values
 
 LAYOUTS = ("mxfp8", "nvfp4", "mxfp4", "v4", "fp8", "bf16")
 
@@ -121,6 +121,9 @@ def page_slots(
     check_tensor(name, "request_ids", request_ids, (None,), *whole, like=page_table)
     check_tensor(name, "entry_ids", entry_ids, (len(request_ids), None), *whole, like=page_table)
     check_sizes(name, 1, page_size=page_size)
+    if check_values() and page_table.numel():
+        most = int(page_table.max())
+        check((most + 1) * page_size <= 2**31, name, "slots of 31 bits", f"page {most} of {page_size}")
     return PageRows.of(request_ids, page_table).slots(entry_ids, page_size)
 
 

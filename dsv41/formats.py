@@ -7,6 +7,7 @@ is not a power of two cannot be expressed. ``flat()`` is the one place where the
 step uses ``dsv41.ops.quantize_*``, the same numerics through the op's kernels.
 """
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -168,6 +169,12 @@ class NVFP4:
         return _quant.from_nvfp4(self.values, self.scale).to(dtype)
 
 
+# The numbers are middle codes of scales: tilelang_cuda.py of the experts.
+_LAYOUT = re.compile(
+    r"plain|plain fp8|hopper (exact|fp8) ([1-9]\d?|1\d\d|2[0-4]\d) ([1-9]\d?|1\d\d|2[0-4]\d)( mixed)?"
+)
+
+
 @dataclass(frozen=True)
 class MXFP4Experts:
     """The routed experts of one layer, stacked.
@@ -177,8 +184,9 @@ class MXFP4Experts:
         w13_scale: [num_experts, 2 * inter, hidden/32] float8_e8m0fnu.
         w2: [num_experts, hidden, inter/2] uint8.
         w2_scale: [num_experts, hidden, inter/32] float8_e8m0fnu.
-        layout: "plain" is the checkpoint's; "plain fp8" the same, for the reference of fp8 numerics; other
-            names belong to the kernel that packed the weights.
+        layout: "plain" is the checkpoint's; "plain fp8" the same, for the reference of fp8 numerics; "hopper
+            ..." is written by ``dsv41.ops.pack_experts``, "moved" by it into the view that it took. Other
+            names belong to the kernel that packed the weights; its shapes are not looked at.
         unfolded, routed: blocks whose scales packing could not fold, and experts that take the exact path
             because of them (see ``dsv41.ops.pack_experts``).
     """
@@ -198,8 +206,10 @@ class MXFP4Experts:
         _check_device(name, self.w13, w13_scale=self.w13_scale, w2=self.w2, w2_scale=self.w2_scale)
         check(self.w13.dim() == 3, name, "w13: [num_experts, 2 * inter, hidden/2] uint8", self.w13)
         check(isinstance(self.layout, str), name, "layout: a name", self.layout)
-        if not self.layout.startswith("plain"):
+        if not self.layout.startswith(("plain", "hopper")):
             return
+        known = _LAYOUT.fullmatch(self.layout) is not None
+        check(known, name, "layout: plain, plain fp8 or that of pack_experts", self.layout)
         experts, inter, hidden = self.w13.shape[0], self.w13.shape[1] // 2, self.w13.shape[2] * 2
         check_tensor(name, "w13", self.w13, (experts, 2 * inter, hidden // 2), torch.uint8)
         check(hidden % 32 == 0 and inter % 32 == 0, name, "hidden and inter multiples of 32", self.w13)

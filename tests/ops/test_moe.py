@@ -1,5 +1,6 @@
 """Mixture of experts: identity experts, one expert, empty experts."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -153,7 +154,56 @@ def test_a_scale_byte_of_255(place: str, monkeypatch: pytest.MonkeyPatch) -> Non
 E, X = experts(1), torch.zeros(2, HIDDEN, dtype=BF16)
 J, W = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, 1)
 NOTHING: Any = None
+
+
+def packed(**changes: Any) -> MXFP4Experts:
+    """What packing gives, changed."""
+    e = ops.pack_experts(stack(torch.randn(2, 256, 256), torch.randn(2, 256, 128)))
+    return dataclasses.replace(e, **{name: change(e) for name, change in changes.items()})
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"w2": lambda e: e.w2[:1]}, r"w2: \[2, 256, 64\] uint8"),
+    ({"w13_scale": lambda e: e.w13_scale[:, :1]}, r"w13_scale: \[2, 256, 8\]"),
+    ({"layout": lambda e: "hopper"}, "layout: plain, plain fp8 or that of pack_experts, got hopper"),
+    ({"layout": lambda e: "hopper exact 999 -5"}, "layout: plain, plain fp8 or that of pack_experts"),
+    ({"layout": lambda e: "hopperx exact 120 120"}, "layout: plain, plain fp8 or that of pack_experts"),
+    ({"layout": lambda e: "plainer"}, "layout: plain, plain fp8 or that of pack_experts"),
+])  # fmt: skip
+def test_packed_experts_are_looked_at(changes: dict[str, Any], message: str) -> None:
+    assert_refused(lambda: packed(**changes), message)
+
+
+def test_the_view_that_was_packed_is_refused() -> None:
+    e = stack(torch.randn(2, 256, 256), torch.randn(2, 256, 128))
+    x, ids = torch.zeros(1, 256, dtype=BF16), torch.zeros(1, 1, dtype=torch.int32)
+    ops.pack_experts(e)
+    assert_refused(
+        lambda: ops.mxfp4_moe(x, ids, torch.ones(1, 1), e, limit=1.0),
+        "mxfp4_moe: expected the view that pack_experts returned, got the one that it took",
+    )
+    assert_refused(lambda: ops.pack_experts(e), "plain layout, got moved")
+
+
 ERRORS: dict[str, Any] = {
+    "no column": (
+        lambda: ops.mxfp4_moe(X, J[:, :0], W[:, :0], E, limit=1.0),
+        "mxfp4_moe: expected expert_ids of at least one column",
+    ),
+    "fp8 of any width": (
+        lambda: ops.mxfp4_moe(X, J, W, dataclasses.replace(E, layout="plain fp8"), limit=1.0),
+        r"mxfp4_moe: expected hidden and inter multiples of 128 in fp8, got \(64, 32\)",
+    ),
+    "rows of out overlap": (
+        lambda: ops.mxfp4_moe(
+            X, J, W, E, limit=1.0, out=torch.zeros(200, dtype=BF16).as_strided((2, 64), (32, 1))
+        ),
+        "mxfp4_moe: expected out: elements apart in memory",
+    ),
+    "add_up": (
+        lambda: ops.pack_experts(E, add_up=3),  # type: ignore[arg-type]
+        "pack_experts: expected add_up: a function of counts, or None, got 3",
+    ),
     "experts": (
         lambda: ops.mxfp4_moe(X, J, W, NOTHING, limit=1.0),
         "mxfp4_moe: expected experts: MXFP4Experts, got None",

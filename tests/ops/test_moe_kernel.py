@@ -7,7 +7,7 @@ import torch
 
 from dsv41._op import Target, split_scratch, use
 from dsv41._op import ops as registered
-from dsv41.formats import E8M0, MXFP4Experts, quantize_mxfp4, quantize_mxfp8
+from dsv41.formats import E8M0, MXFP4, MXFP4Experts, quantize_mxfp4, quantize_mxfp8
 from dsv41.ops import mxfp4_moe, pack_experts
 from dsv41.ops._tilelang.pack import MOVED_BASE
 from dsv41.ops.moe.api import mxfp4_moe_scratch, read_layout, scratch_parts
@@ -167,6 +167,21 @@ def one_a_row(experts):
     w2[:, range(w2.shape[2]), range(w2.shape[2])] = 1
     w2 = quantize_mxfp4(w2)
     return dataclasses.replace(experts, w2=w2.values, w2_scale=w2.scale)
+
+
+def inner_noise(x, ids, weight, experts, limit):
+    """What roundings in the sums of gate and up can move each inner activation by, in float64.
+
+    Tensor cores keep 14 bits of the largest product of a few, so that a sum is off by up to 2^-13 of its
+    terms' magnitudes, and gate and up are rounded to bf16 on both sides.
+    """
+    rows = quantize_mxfp8(x).dequantize(torch.float64)
+    w = MXFP4(experts.w13, experts.w13_scale).dequantize(torch.float64)[ids.long()]
+    gate, up = torch.einsum("th,tfh->tf", rows, w).chunk(2, 1)
+    off = torch.einsum("th,tfh->tf", rows.abs(), w.abs()).chunk(2, 1)
+    off_gate, off_up = (2.0**-13 * o + 2.0**-8 * v.abs() for o, v in zip(off, (gate, up), strict=True))
+    silu = torch.nn.functional.silu(gate.clamp(max=limit)).abs()
+    return weight * (1.1 * off_gate * up.clamp(-limit, limit).abs() + silu * off_up + off_gate * off_up)
 
 
 @needs_gpp
@@ -504,16 +519,17 @@ def test_moe_on_a_gpu(tokens, name, numerics, unfolded):
 @pytest.mark.parametrize("tokens", [1, 7, 64, 300])
 @pytest.mark.parametrize("numerics", ["exact", "fp8"])
 def test_inner_activations_on_a_gpu(tokens, numerics):
-    """Each is the reference's or, seldom, the code beside it."""
+    """Each is the reference's or, seldom, the code beside it; the noise of sums that cancel comes on top."""
     experts = one_a_row(make_experts(16, 256, 128, "cuda"))
     x, ids, weights = case("ragged", 16, tokens, device="cuda")
     ids = torch.cat([ids[:, :1].clamp(min=0), torch.full_like(ids[:, :1], -1)], 1)
     got, want, _ = on_a_gpu(x, ids, weights, experts, numerics)
+    noise = inner_noise(x, ids[:, 0], weights[:, :1], experts, limit=1.0)
     assert got[:, :128].any() and not got[:, 128:].any()
     got, want = (t[:, :128].float().unflatten(1, (-1, 128 if numerics == "fp8" else 32)) for t in (got, want))
     largest = want.abs().amax(-1, keepdim=True)
     # E4M3 has 8 codes a power of two; the smallest are 2^-9 of the scale apart. A block's largest value is
     # 224 to 448 scales, and a code more can take it to the next scale.
     code = torch.maximum(torch.maximum(got.abs(), want.abs()) / 8, largest / 112 * 2.0**-9)
-    assert ((got - want).abs() <= code).all()
+    assert ((got - want).abs() <= code + noise.view_as(got)).all()
     assert (got != want).float().mean() < 0.01

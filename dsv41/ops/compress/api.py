@@ -122,6 +122,18 @@ def compress_pairs(
     check_tensor(name, "carry", carry, (None, None, width), torch.float32, like=kv_gate)
     check(carry.shape[1] >= 1, name, "carry: at least one slot", carry)
     check_apart(name, "carry", carry)
+    if check_values() and tokens:
+        low, high = int(request_ids.min()), int(request_ids.max())
+        good = low >= -1 and high < carry.shape[0]
+        check(good, name, f"request_ids: -1 to {carry.shape[0] - 1}", f"{low} to {high}")
+        live = request_ids >= 0
+        ids, place = request_ids[live], positions[live]
+        check(bool((place >= 0).all()), name, "positions of 0 or more", positions.tolist())
+        next_row = ids[1:] == ids[:-1]
+        runs = len(ids[1:]) - int(next_row.sum()) + 1 if len(ids) else 0
+        check(runs == ids.unique().numel(), name, "rows of one request side by side", request_ids.tolist())
+        steps = (place[1:] - place[:-1])[next_row]
+        check(bool((steps == 1).all()), name, "positions one after the other", positions.tolist())
     out = output(name, out, (tokens, width // 2), torch.bfloat16, kv_gate)
     _PAIRS(kv_gate, request_ids, positions, carry, out)
     return out
@@ -161,7 +173,7 @@ def write_cache(
         slots: [num_tokens] int32, where each row goes; -1 writes nothing. Slots of one call are distinct.
         cache: PagedKV to write into.
         norm_weight: [dim] bf16, or None for no normalisation.
-        eps: added to the mean square.
+        eps: added to the mean square; with a weight and 0, a row of zeros is NaN.
         round_rope: round the rotated row to bf16 before it is quantised.
 
     Contract: no host sync on accelerators; graph-safe; allocates nothing; writes the records at ``slots`` and

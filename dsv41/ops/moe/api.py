@@ -118,8 +118,8 @@ def pack_experts(
             move between them, because all of them choose the same layout. None is one rank.
 
     Returns:
-        MXFP4Experts view with a "hopper" layout over the same memory; the given view is no longer valid. Its
-        ``unfolded`` counts 1 x 32 blocks, of all ranks, whose scale is too far from the layer's others to
+        MXFP4Experts view with a "hopper" layout over the same memory; the given view is refused from now on.
+        Its ``unfolded`` counts 1 x 32 blocks, of all ranks, whose scale is too far from the layer's others to
         become part of FP8 values (2^13 from the middle); ``routed`` the experts here that have such blocks.
         A call takes those through exact kernels that apply scales to sums, whatever the numerics, and the
         others through the fast ones; the layout then ends in "mixed".
@@ -162,6 +162,7 @@ def pack_experts(
         codes = pack.mxfp4_scales(pack.gate_up_rows(w13_scale[e])), pack.mxfp4_scales(w2_scale[e])
         for scale, code, base in zip((w13_scale, w2_scale), codes, bases, strict=True):
             scale[e].copy_(pack.moved_codes(code, base) if unfolded and not routed[e] else code)
+    object.__setattr__(experts, "layout", "moved")  # a call with the old view would be wrong without a word
     layout = f"hopper {numerics} {bases[0]} {bases[1]}" + (" mixed" if unfolded else "")
     return dataclasses.replace(experts, layout=layout, unfolded=unfolded, routed=sum(routed))
 
@@ -205,6 +206,8 @@ def mxfp4_moe(
     """
     name = "mxfp4_moe"
     check(isinstance(experts, MXFP4Experts), name, "experts: MXFP4Experts", experts)
+    check(experts.layout != "moved", name, "the view that pack_experts returned", "the one that it took")
+    check(experts.num_experts > 0, name, "experts: at least one", experts.w13)
     hidden = experts.hidden
     x = mxfp8_operand(name, x, hidden, experts.w13)
     tokens = x.values.shape[0]

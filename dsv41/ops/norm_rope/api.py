@@ -94,7 +94,8 @@ def rms_norm(
         out: [num_tokens, dim] bf16 to write into.
 
     Returns:
-        [num_tokens, dim] bf16; ``out`` itself when it was given. A row of zeros is zero.
+        [num_tokens, dim] bf16; ``out`` itself when it was given. A row of zeros is zero where eps is at
+        least 2^-126; above about 1e19 squares overflow, and a row becomes zero.
 
     Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run.
     Reference: dsv41_reference.norm_rope.rms_norm
