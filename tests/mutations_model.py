@@ -9,15 +9,15 @@ STREAMS: list[Mutation] = [
     (
         "mhc-own-pre-mix",
         "dsv41.layers.block:Block.enter",
-        'Boundary(x, *mhc_mixes(x, **self.mixing("attn")), *self.attention_input(x, pre))',
-        'Boundary(x, *(m := mhc_mixes(x, **self.mixing("attn"))), *self.attention_input(x, m[0]))',
+        "*self.attention_input(x, pre)",
+        "*self.attention_input(x, mixes.wait()[0])",
         PARITY,
     ),
     (
-        "mhc-ffn-own-pre-mix",
-        f"{REF}.hyper:mhc_boundary",
-        "mhc_collapse(out, pre, norm)",
-        "mhc_collapse(out, next_pre, norm)",
+        "mhc-ffn-other-pre-mix",
+        "dsv41.layers.block:Block.cross",
+        "before.mixes.wait()",
+        "(mhc_mixes(before.x, **mixing)[0], *before.mixes.wait()[1:])",
         PARITY,
     ),
     (

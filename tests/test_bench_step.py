@@ -31,7 +31,9 @@ def test_a_dry_run(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -
         assert row["roofline_ms"] == pytest.approx(sum(row["least_ms"].values()), abs=2e-3)
     calls = [row["calls"] for row in rows]
     # Seven layers with Engram in front of two: a boundary in each layer, and between those that touch.
-    assert calls[0]["mhc_boundary"] == 7 + 5 and calls[0]["mhc_mixes"] == 2 and calls[0]["mxfp4_moe"] == 7
+    # Of so few rows the mixes are calls of their own.
+    assert calls[0]["mhc_boundary"] == 7 + 5 and calls[0]["mhc_mixes"] == 2 + 12
+    assert calls[0]["mxfp4_moe"] == 7
     assert "verify_drafts" in calls[2] and "verify_drafts" not in calls[0] and calls[3]["markov_bias"] == 5
     assert "prepared: 0 kernels" in capsys.readouterr().out
 

@@ -201,7 +201,7 @@ class Attention(nn.Module):
         )
         if publishes:
             shared.candidates = candidates
-        shared.selected = step.pages.slots(ids, state.compressed[self.source].page_size)
+        shared.selected = step.pages.wait().slots(ids, state.compressed[self.source].page_size)
 
     def attend(
         self,
@@ -240,6 +240,8 @@ class Attention(nn.Module):
         this layer's caches.
         """
         low, kv = self.down(hq)
+        if self.ratio:
+            step.pages.wait()
         window = self.fill_window(kv, step, state, shared)
         # Compressed entries of the chunk are written before any of its queries attends.
         self.write_entries(h, step, state)

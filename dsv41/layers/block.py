@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -10,8 +10,8 @@ from torch import nn
 from ..config import V41FlashConfig
 from ..formats import MXFP8
 from ..ops import mhc_boundary, mhc_collapse, mhc_expand, mhc_mixes, rms_norm_quantize
-from ..ops.hyper import Boundary
 from .attention import Attention
+from .beside import LONG, Branch, beside
 from .expert_parallel import EPLayer
 from .linear import Weight, frozen
 from .moe import MoE
@@ -35,6 +35,26 @@ def embed_streams(
     pre = torch.zeros((tokens.shape[0], num_streams), device=tokens.device)
     pre[:, 0] = 1
     return e[:, None].expand(-1, num_streams, -1).contiguous(), pre
+
+
+# Rows up to which mixes are made beside the sub-layer that they enter, out of its way; the streams of more
+# are worth reading once for everything.
+BESIDE = 128
+Mixes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Entered(NamedTuple):
+    """What a sub-layer begins with.
+
+    x: [num_tokens, streams, hidden] bf16, the streams that it leaves as they are.
+    mixes: pre of the next sub-layer, and post and comb, which take this one's output into the streams.
+    norm, q: its input [num_tokens, hidden], bf16 and MXFP8.
+    """
+
+    x: torch.Tensor
+    mixes: Branch[Mixes]
+    norm: torch.Tensor
+    q: MXFP8
 
 
 class Block(nn.Module):
@@ -68,20 +88,26 @@ class Block(nn.Module):
         norm = torch.empty_like(h)
         return norm, rms_norm_quantize(h, self.attn_norm.weight, eps=self.cfg.norm_eps, norm=norm)
 
-    def enter(self, x: torch.Tensor, pre: torch.Tensor) -> Boundary:
+    def enter(self, x: torch.Tensor, pre: torch.Tensor) -> Entered:
         """Open the layer on streams that no boundary has prepared for it."""
         # A sub-layer's own pre-mix is never used for its own input: it belongs to the next one.
-        return Boundary(x, *mhc_mixes(x, **self.mixing("attn")), *self.attention_input(x, pre))
+        mixes = beside(lambda: mhc_mixes(x, **self.mixing("attn")), x, LONG)
+        return Entered(x, mixes, *self.attention_input(x, pre))
 
-    def cross(self, y: torch.Tensor, before: Boundary, part: str) -> Boundary:
+    def cross(self, y: torch.Tensor, before: Entered, part: str) -> Entered:
         """From the output ``y`` of the sub-layer that ``before`` entered to this block's ``part``."""
         norm = self.attn_norm if part == "attn" else self.ffn_norm
-        mixes = (before.pre, before.post, before.comb)
-        return mhc_boundary(y, before.x, mixes, weight=norm.weight, **self.mixing(part))
+        mix, mixing = len(y) > BESIDE, self.mixing(part)
+        made = mhc_boundary(y, before.x, before.mixes.wait(), weight=norm.weight, mix=mix, **mixing)
+        if mix:
+            mixes = Branch((made.pre, made.post, made.comb))
+        else:
+            mixes = beside(lambda: mhc_mixes(made.x, **mixing), y, LONG)
+        return Entered(made.x, mixes, made.norm, made.q)
 
     def run(
-        self, entered: Boundary, attention: Callable[..., torch.Tensor], image: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Boundary]:
+        self, entered: Entered, attention: Callable[..., torch.Tensor], image: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Entered]:
         """Both sub-layers; the second's output [num_tokens, hidden] bf16 is not in the streams yet.
 
         Args:
@@ -90,7 +116,7 @@ class Block(nn.Module):
             image: [num_tokens] bool, or None.
         """
         between = self.cross(attention(entered.norm, entered.q), entered, "ffn")
-        return self.ffn(between.norm, image, between.q), between
+        return self.ffn(between.norm, image, between.q, between.mixes), between
 
 
 def run_blocks(
@@ -118,7 +144,7 @@ def run_blocks(
         The streams and the pre-mix of the sub-layer behind the last block.
     """
     changes = [inject(block) if inject is not None else None for block in blocks]
-    entered: Boundary | None = None
+    entered: Entered | None = None
     for i, block in enumerate(blocks):
         if watch is not None:
             watch(block, x if entered is None else entered.x)
@@ -131,5 +157,6 @@ def run_blocks(
         if i + 1 < len(blocks) and changes[i + 1] is None:
             entered = blocks[i + 1].cross(y, between, "attn")
         else:
-            x, pre, entered = mhc_expand(y, between.x, between.post, between.comb), between.pre, None
+            pre, *mixes = between.mixes.wait()
+            x, entered = mhc_expand(y, between.x, *mixes), None
     return x, pre

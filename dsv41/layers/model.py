@@ -13,6 +13,7 @@ from ..config import V41FlashConfig
 from ..formats import MXFP8
 from ..ops import engram_gate, engram_hash, linear, mhc_collapse, rms_norm
 from .attention import Attention, Selection
+from .beside import LONG, SHORT, beside
 from .block import Block, embed_streams, run_blocks
 from .draft import Drafter
 from .engram import EngramSpec, EngramStore, Prefetcher, TokenMap, append_ids, dead_tokens, lookback_ids
@@ -209,21 +210,25 @@ class V41Flash(nn.Module):
             if replay is not None:
                 check_replay(self.cfg, replay, len(tokens), state.num_requests)
             floors = None if replay is None else replay.encoder_floor
+            embedded = beside(lambda: self.embed_streams(tokens), tokens, SHORT)
             step = plan_step(state, positions, cu_seqlens, max_len, floors)
             if self.ep is not None:  # a replay has no padding rows
                 self.ep.begin(len(tokens), cu_seqlens if replay is None else None)
-            x, pre = self.embed_streams(tokens)
+            x, pre = embedded.wait()
             if replay is None:
                 x, pre = self.run(x, pre, tokens, step, state, cu_seqlens, draft_inputs)
             else:
+                step.pages.wait()
                 parts = ReplayedForward(self, replay, tokens, step, state, cu_seqlens, draft_inputs)
                 x, pre = parts.run(x, pre)
             if self.ep is not None:
                 self.ep.end()
-            self.commit(tokens, step, state, cu_seqlens)
+            committed = beside(lambda: self.commit(tokens, step, state, cu_seqlens), tokens, LONG)
             if rows is not None:
                 x, pre = x[rows], pre[rows]
-            return self.logits(x, pre)
+            logits = self.logits(x, pre)
+            committed.wait()
+            return logits
 
     def embed_streams(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Streams [num_tokens, streams, hidden] bf16, all equal, and the one-hot pre-mix of the first
@@ -244,25 +249,29 @@ class V41Flash(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The first ``num_layers`` layers (None: all) over the rows of the step."""
         cfg = self.cfg
-        rows = self.engram_rows(tokens, step, state, cu_seqlens)
+        ahead = self.prefetcher
+
+        def look() -> torch.Tensor:
+            rows = self.engram_rows(tokens, step, state, cu_seqlens)
+            if ahead is not None:
+                ahead.submit(rows)
+            return rows
+
+        looked = beside(look, tokens, LONG)
         dead, image = dead_tokens(tokens, cfg.image_token), self.image_rows(tokens)
         shared = Selection()
 
         def attend(layer: Block, h: torch.Tensor, hq: MXFP8) -> torch.Tensor:
             return layer.attn(h, hq, step, state, shared)
 
-        ahead = self.prefetcher
-        if ahead is not None:
-            ahead.submit(rows)
-
-        def remember(engram: Engram, layer: int, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        def remember(engram: Engram, layer: int, x: torch.Tensor) -> torch.Tensor:
+            own = looked.wait()[:, cfg.engram.layers.index(layer)]
             return engram(x, own, dead, None if ahead is None else ahead.wait(layer))
 
         def inject(layer: Block) -> Callable[[torch.Tensor], torch.Tensor] | None:
             if not isinstance(layer, Layer) or layer.engram is None:
                 return None
-            own = rows[:, cfg.engram.layers.index(layer.layer)]
-            return functools.partial(remember, layer.engram, layer.layer, own)
+            return functools.partial(remember, layer.engram, layer.layer)
 
         def watch(layer: Block, x: torch.Tensor) -> None:
             self.capture(layer.layer, x, draft_inputs)

@@ -1,6 +1,7 @@
 """Router, shared expert and routed experts of one layer."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ from .._op import Target, check
 from ..config import V41FlashConfig
 from ..formats import E8M0, MXFP8, MXFP4Experts
 from ..ops import block_linear, linear, mxfp4_moe, pack_experts, quantize_mxfp8, swiglu_quantize, topk_route
+from .beside import SHORT, Branch, beside
 from .expert_parallel import EPLayer
 from .joined import joined
 from .linear import BlockLinear, frozen
@@ -124,18 +126,31 @@ class MoE(nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, image: torch.Tensor | None = None, q: MXFP8 | None = None
+        self,
+        x: torch.Tensor,
+        image: torch.Tensor | None = None,
+        q: MXFP8 | None = None,
+        behind: Branch[Any] | None = None,
     ) -> torch.Tensor:
-        """``q`` is ``x`` as MXFP8, where it is there already."""
+        """``q`` is ``x`` as MXFP8, where it is there already; ``behind`` is a branch that the caller needs
+        next: the routed experts wait for one anyway.
+        """
         packed = not self.experts.packable
         check(packed, "V41Flash", "packed experts: model.pack() once the weights are there", "plain ones")
-        ids, weights = self.route(x, image)
         q = quantize_mxfp8(x) if q is None else q
-        flight = None if self.ep is None else self.ep.dispatch(q, ids, weights)
-        # The shared expert runs while rows travel.
-        limit, shared = self.cfg.swiglu_limit, self.shared_experts
-        y = shared.w2(swiglu_quantize(shared.gate_up(q), limit=limit))
-        if flight is None:
-            return mxfp4_moe(q, ids, weights, self.experts.mxfp4, limit=limit, shared=y, out=y)
-        rows = mxfp4_moe(*flight.wait(), self.experts.mxfp4, limit=limit)
+        limit, shared, experts = self.cfg.swiglu_limit, self.shared_experts, self.experts.mxfp4
+
+        def expert() -> torch.Tensor:
+            return shared.w2(swiglu_quantize(shared.gate_up(q), limit=limit))
+
+        if self.ep is None:
+            made = beside(expert, x, SHORT)
+            ids, weights = self.route(x, image)
+            if behind is not None:
+                behind.wait()
+            y = made.wait()
+            return mxfp4_moe(q, ids, weights, experts, limit=limit, shared=y, out=y)
+        flight = self.ep.dispatch(q, *self.route(x, image))
+        y = expert()  # while rows travel
+        rows = mxfp4_moe(*flight.wait(), experts, limit=limit)
         return flight.combine(rows, shared=y, out=y)

@@ -133,6 +133,7 @@ class ReplayedForward:
         replay = self.replay
         positions = replay.positions.to(torch.int32)
         step = plan_step(self.state, positions, replay.cu_seqlens_q, plan.max_q_len, replay.floor)
+        step.pages.wait()
         visible = {r: torch.where(replay.attends, count, 0) for r, count in step.visible.items()}
         step = replace(step, visible=visible)
 

@@ -1,7 +1,6 @@
 """What a model keeps between steps: views over tensors that the caller owns, and the plan of one step."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from dsv41_reference.rope import rope_table
@@ -9,6 +8,7 @@ from dsv41_reference.rope import rope_table
 from .._op import check, check_flags, check_sizes, check_tensor, check_values
 from ..cache import PagedKV, PageRows, Record
 from ..config import V41FlashConfig
+from .beside import LONG, Branch, beside
 
 
 def ring_slots(cfg: V41FlashConfig, drafts: int) -> tuple[int, int]:
@@ -253,7 +253,8 @@ class Step:
     """Index tensors of one forward, derived once from positions and state; all on the device, no host sync.
 
     positions, request_ids: [num_tokens] int32; request -1 is a padding row.
-    pages: the rows' requests in the page table.
+    pages: the rows' requests in the page table; layers that read compressed entries wait for it, before they
+        use it or what has a key 1 or 2.
     cos, sin: {0: plain, 1 and 2: YaRN} [num_tokens, rope_dim/2] f32 at the token's position.
     entry_cos, entry_sin: the same at the first token of the entry that each row closes, by ratio.
     entry_slots: {ratio: [num_tokens] int32} where the closed entry goes, -1 when none closes.
@@ -267,7 +268,7 @@ class Step:
 
     positions: torch.Tensor
     request_ids: torch.Tensor
-    pages: PageRows
+    pages: Branch[PageRows]
     cos: dict[int, torch.Tensor]
     sin: dict[int, torch.Tensor]
     entry_cos: dict[int, torch.Tensor]
@@ -288,11 +289,12 @@ class Step:
         def pick(table: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
             return {k: v[rows] for k, v in table.items()}
 
+        pages = self.pages.wait()
         return replace(
             self,
             positions=self.positions[rows],
             request_ids=self.request_ids[rows],
-            pages=self.pages._replace(rows=self.pages.rows[rows]),
+            pages=Branch(pages._replace(rows=pages.rows[rows])),
             cos=pick(self.cos),
             sin=pick(self.sin),
             entry_cos=pick(self.entry_cos),
@@ -351,7 +353,6 @@ def plan_step(
     cfg, device = state.cfg, positions.device
     tokens, requests, window = positions.shape[0], state.num_requests, cfg.window
     request = request_of_rows(cu_seqlens, tokens)
-    owner = request.long().clamp(min=0)
     live = request >= 0
     ring = state.windows[0].page_size
 
@@ -367,7 +368,7 @@ def plan_step(
         window_ids = where(attended, request[:, None] * ring + key % ring)
         window_slots, workspace, fill, keep = ring_slot, 0, None, None
     else:
-        past = window - 1
+        past, owner = window - 1, request.long().clamp(min=0)
         start = positions[cu_seqlens[:-1].long().clamp(max=max(tokens - 1, 0))] if tokens else state.lens
         row = torch.arange(tokens, dtype=torch.int32, device=device)
         begin = start[owner][:, None]
@@ -385,28 +386,39 @@ def plan_step(
             torch.arange(requests * past, dtype=torch.int32, device=device),
         )
         keep = (window_slots, where(row + ring >= cu_seqlens[owner + 1], ring_slot))
-    ratios = sorted({cfg.compress_ratios[i] for i in cfg.kv_sources})
-    pages = PageRows.of(request, state.page_table)
-    plain, yarn = rope_tables(cfg, positions, False), rope_tables(cfg, positions, True)
-    tables: dict[str, dict[int, Any]] = {"entry_cos": {}, "entry_sin": {}, "entry_slots": {}, "visible": {}}
-    for ratio in ratios:
-        entry = positions.div(ratio, rounding_mode="floor")
-        closes = (positions + 1) % ratio == 0
-        slots = pages.slots(where(closes, entry)[:, None], state.block // ratio)
-        first = rope_tables(cfg, entry * ratio, True) if ratio > 1 else yarn
-        tables["entry_cos"][ratio], tables["entry_sin"][ratio] = first
-        tables["entry_slots"][ratio] = slots[:, 0]
-        tables["visible"][ratio] = torch.where(live, (positions + 1).div(ratio, rounding_mode="floor"), 0)
+    plain = rope_tables(cfg, positions, False)
+    cos, sin = {0: plain[0]}, {0: plain[1]}
+    entry_cos, entry_sin, entry_slots, visible = {}, {}, {}, {}
+
+    def compressed() -> PageRows:
+        """Tables of the layers that read compressed entries."""
+        pages = PageRows.of(request, state.page_table)
+        yarn = rope_tables(cfg, positions, True)
+        for ratio in (1, 2):
+            cos[ratio], sin[ratio] = yarn
+        for ratio in sorted({cfg.compress_ratios[i] for i in cfg.kv_sources}):
+            entry = positions.div(ratio, rounding_mode="floor")
+            closes = (positions + 1) % ratio == 0
+            slots = pages.slots(where(closes, entry)[:, None], state.block // ratio)
+            first = rope_tables(cfg, entry * ratio, True) if ratio > 1 else yarn
+            entry_cos[ratio], entry_sin[ratio] = first
+            entry_slots[ratio] = slots[:, 0]
+            visible[ratio] = torch.where(live, (positions + 1).div(ratio, rounding_mode="floor"), 0)
+        return pages
+
     return Step(
         positions=positions,
         request_ids=request,
-        pages=pages,
-        cos={0: plain[0], 1: yarn[0], 2: yarn[0]},
-        sin={0: plain[1], 1: yarn[1], 2: yarn[1]},
+        pages=beside(compressed, positions, LONG),
+        cos=cos,
+        sin=sin,
+        entry_cos=entry_cos,
+        entry_sin=entry_sin,
+        entry_slots=entry_slots,
+        visible=visible,
         window_ids=window_ids,
         window_slots=window_slots,
         workspace_rows=workspace,
         fill=fill,
         keep=keep,
-        **tables,
     )

@@ -127,6 +127,9 @@ class DecodeGraphs:
         check(isinstance(stop_ids, Iterable), name, "stop_ids: token ids", stop_ids)
         stops = [integer(name, "stop_ids: token ids", i) for i in stop_ids]
         self.stops = torch.tensor(stops, dtype=torch.int64, device=device)
+        self._number = torch.arange(self.block + 1, device=device)
+        undrafted = full(-1, torch.int64, count, self.block), None, full(0, torch.float32, count, self.block)
+        self._undrafted, self._none = DraftBlock(*undrafted), full(0, torch.int32)
         self.steps = 0
         self._states: dict[int, Any] = {count: state}
         self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
@@ -347,12 +350,15 @@ class DecodeGraphs:
         start = state.lens.long()
         drafts = self._draft(state, anchors, start, heat, streams)
         live = anchors >= 0
-        there = (drafts.tokens >= 0).long().cumprod(1).sum(1)
-        most = torch.minimum(there, (left - 1).clamp(min=0)).int()
+        most = self._none[:requests]
+        if self.drafter is not None:
+            there = (drafts.tokens >= 0).cumprod(1).sum(1, dtype=torch.int32)
+            most = torch.minimum(there, (left - 1).clamp(min=0))
         one = live.int()
         split = split_budget_ragged(
             self.confidence(drafts.confidence).float().contiguous(),
             self.budget,
+            lo=self._none[:requests],
             hi=most,
             base=one,
             bonus=one,
@@ -365,8 +371,8 @@ class DecodeGraphs:
         request = owner.clamp(min=0)
         place = (split.positions - start[request]).clamp(min=0)
         both = torch.cat([anchors[:, None], drafts.tokens], 1)
-        # Rows that belong to nobody are padding: any id.
-        ids = torch.where(owner >= 0, both[request, place], 0)
+        # Rows of nobody are padding: any id. (A fill, as `where` would first make a tensor of the number.)
+        ids = both[request, place].masked_fill_(owner < 0, 0)
         positions, inputs = split.positions.int(), None
         if self.drafter is not None and self.drafter.input_width:
             shape = (tokens, self.drafter.input_width)
@@ -386,22 +392,24 @@ class DecodeGraphs:
             draft_logits=drafts.logits,
             mode=self.mode,
         )
-        number = torch.arange(self.block + 1, device=ids.device)
-        count = torch.minimum(law.num_emitted, left)
-        stops = torch.isin(law.tokens, self.stops) & (number < count[:, None])
-        first = torch.where(stops, number + 1, self.block + 2).amin(1).int()
-        stopped = first <= count
-        count = torch.minimum(count, first)
-        last = law.tokens.gather(1, (count.long() - 1).clamp(min=0)[:, None])[:, 0]
+        number = self._number
+        count = torch.minimum(law.num_emitted, left)  # 0 of a request that does not decode
+        over = law.status != 0
+        if len(self.stops):
+            stops = torch.isin(law.tokens, self.stops) & (number < count[:, None])
+            first = torch.where(stops, number + 1, self.block + 2).amin(1).int()
+            over |= first <= count
+            count = torch.minimum(count, first)
+        last = law.tokens.gather(1, (count.long() - 1).clamp_(min=0)[:, None])[:, 0]
         left.sub_(count)
-        over = live & (stopped | (left <= 0) | (law.status != 0))
-        state.rollback(torch.where(live, start + count, start).int())
+        over = live & (over | (left <= 0))
+        state.rollback((start + count).int())
         if self.drafter is not None and inputs is not None:
             self.drafter.write_context(inputs, positions, state, cu_seqlens=split.cu_q)
-        anchors.copy_(torch.where(live & ~over & (count > 0), last, torch.where(over, -1, anchors)))
+        torch.where(live, last.masked_fill(over, -1), anchors, out=anchors)
         self.results[requests:, self.block + 1] = 0
         rows = self.results[:requests]
-        rows[:, : self.block + 1] = torch.where(number < count[:, None], law.tokens, -1)
+        rows[:, : self.block + 1] = law.tokens.masked_fill(number >= count[:, None], -1)
         for i, column in enumerate((count, over, state.lens, split.lengths)):
             rows[:, self.block + 1 + i] = column
 
@@ -409,8 +417,8 @@ class DecodeGraphs:
         self, state: Any, anchors: torch.Tensor, start: torch.Tensor, heat: torch.Tensor, streams: Streams
     ) -> DraftBlock:
         if self.drafter is None:
-            none = torch.full((len(anchors), self.block), -1, dtype=torch.int64, device=anchors.device)
-            return DraftBlock(none, None, torch.zeros(none.shape, device=anchors.device))
+            tokens, _, confidence = self._undrafted
+            return DraftBlock(tokens[: len(anchors)], None, confidence[: len(anchors)])
 
         def sample(z: torch.Tensor, column: int) -> torch.Tensor:
             return streams.draft(z, column, start, heat, mode=self.mode)

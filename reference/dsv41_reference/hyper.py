@@ -80,8 +80,9 @@ def mhc_boundary(
     codes: torch.Tensor,
     scratch: torch.Tensor,
 ) -> None:
-    """Reference of ``dsv41.ops.mhc_boundary``: the ops one after the other."""
+    """Reference of ``dsv41.ops.mhc_boundary``: the ops one after the other; mixes of no rows are left out."""
     mhc_expand(y, x, post, comb, out)
-    mhc_mixes(out, fn, base, scale, norm_eps, eps, iters, next_pre, next_post, next_comb, scratch)
+    if len(next_pre) == len(x):
+        mhc_mixes(out, fn, base, scale, norm_eps, eps, iters, next_pre, next_post, next_comb, scratch)
     mhc_collapse(out, pre, norm)
     rms_norm_quantize(norm, weight, norm_eps, floor, norm, values, codes)

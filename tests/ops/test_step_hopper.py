@@ -11,7 +11,7 @@ from dsv41 import ops
 from dsv41.ops._tilelang import device_source
 from dsv41.ops.engram.tilelang_cuda import shared_bytes
 from dsv41.ops.hyper.api import CHUNK, ROWS, WIDTH, levels
-from dsv41.ops.hyper.tilelang_cuda import finish_call, source, streams_call
+from dsv41.ops.hyper.tilelang_cuda import cross_call, finish_call, source, streams_call
 from tests.ops.test_step_kernels import MIXING, U8, assert_mixes, gating, mixing, rare
 from tests.tools.cuda_emu import SHARED, EmulationError, available, emulate
 
@@ -47,7 +47,7 @@ def emulate_mhc(
     call, threads, size, together = finish_call(hidden, chunks, expand)
     args = [partial, base, scale, MIXING["norm_eps"], MIXING["eps"], MIXING["iters"], *new, tokens]
     args += [norm, weight, 1e-4, values, codes, SHARED]
-    blocks = -(-tokens // together) + (-(-tokens // 4) if expand else 0)
+    blocks = -(-tokens // together) + (-(-tokens // cross_call(hidden)[-1]) if expand else 0)
     emulate(source, call, args, grid=blocks, threads=threads, shared_bytes=size)
     if expand:
         rare(norm, ops.rms_norm(collapsed, weight, eps=MIXING["norm_eps"]))
@@ -84,6 +84,25 @@ def test_boundary() -> None:
         assert equal((few[0], *few[2]), [t[-3:] for t in (new, *following)])
 
 
+@pytest.mark.parametrize("hidden", [384, 2048, 5120])
+def test_a_crossing_without_mixes_has_the_bits_of_the_boundary(hidden: int) -> None:
+    torch.manual_seed(1)
+    x, *params = mixing(5, hidden)
+    y, weight = torch.randn(5, hidden).to(BF16), torch.ones(hidden, dtype=BF16)
+    mixes = torch.rand(5, 4), torch.rand(5, 4), torch.rand(5, 4, 4)
+    new, collapsed, _ = emulate_mhc(x, params, y, mixes)
+    call, threads, size, rows = cross_call(hidden)
+    got, norm = x.clone(), torch.zeros(5, hidden, dtype=BF16)  # in place
+    values, codes = torch.zeros(5, hidden, dtype=U8), torch.zeros(5, hidden // 32, dtype=U8)
+    args = [y, hidden, got, mixes[1], mixes[2], mixes[0], got, 5, weight, MIXING["norm_eps"], 1e-4]
+    args += [norm, values, codes, SHARED]
+    emulate(MHC, call, args, grid=-(-5 // rows), threads=threads, shared_bytes=size)
+    assert equal([got], [new])
+    rare(norm, ops.rms_norm(collapsed, weight, eps=MIXING["norm_eps"]))
+    again = ops.quantize_mxfp8(norm)
+    assert torch.equal(values, again.values.view(U8)) and torch.equal(codes, again.scale.view(U8))
+
+
 def test_mixing_weights_keep_their_24_bits() -> None:
     x, fn = torch.zeros(1, 4, 64, dtype=BF16), torch.zeros(24, 256)
     x[0, 0, 0], fn[0, 0] = 1, 1 + 2**-12 + 2**-23
@@ -117,7 +136,7 @@ FAULTS = {
         "(products[24 + 4 * n + i] + products[12 + 4 * n + i])",
         "products[12 + 4 * n + i]",
     ),
-    "comb transposed": ("mix[r][4 * s + k], old0[s]", "mix[r][4 * k + s], old0[s]"),
+    "comb transposed": ("comb[4 * s + k], old0[s]", "comb[4 * k + s], old0[s]"),
     "rows swapped": ("{a[s][0], a[s][4], a[s][1], a[s][5]}", "{a[s][4], a[s][0], a[s][5], a[s][1]}"),
     "weights not seen by the tensor cores": (
         "hopper::fence_async();\n    hopper::barrier_arrive(full",

@@ -126,6 +126,15 @@ def test_the_boundary_is_the_ops_one_after_the_other() -> None:
         assert same(values, q.values.view(U8)) and same(codes, q.scale.view(U8))
         again = launch_mixes(kernels("hyper"), new, *params)
         assert all(torch.equal(a, b) for a, b in zip(again, following, strict=True) if not a.isnan().any())
+        alone = [torch.zeros_like(t) for t in (new, norm, values, codes)]
+        kernels("hyper").mhc_boundary(
+            y, x, post, comb, pre, *params, weight, 1e-20, 1e-6, 20, 1e-4,
+            alone[0], *(m[:0] for m in mixes), *alone[1:], scratch[:0],
+        )  # fmt: skip
+        rare(alone[0], new)
+        rare(alone[1], norm)
+        q = ops.quantize_mxfp8(alone[1])
+        assert same(alone[2], q.values.view(U8)) and same(alone[3], q.scale.view(U8))
 
 
 @interpreted
@@ -328,6 +337,24 @@ def test_hyper_on_the_gpu(tokens: int) -> None:
     small = tuple(m[few].contiguous() for m in mixes)
     part = on_device(ops.mhc_boundary, y[few], x[few], small, *params, weight, **MIXING)
     assert all(same(a, b[few]) for a, b in zip(part, got, strict=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("tokens", [1, 65, 1100])
+def test_a_boundary_without_mixes_has_the_bits_of_one_with(tokens: int) -> None:
+    x, *params = (t.cuda() for t in mixing(tokens, 5120))
+    y, weight = (torch.randn(n, 5120, device="cuda").to(BF16) for n in (tokens, 1))
+    mixes = ops.mhc_mixes(x, *params, **MIXING)
+    whole, alone = (
+        ops.mhc_boundary(y, x, mixes, *params, weight[0], mix=mix, **MIXING) for mix in (True, False)
+    )
+    for a, b in (
+        (whole.x, alone.x),
+        (whole.norm, alone.norm),
+        *zip(whole.q.flat(), alone.q.flat(), strict=True),
+    ):
+        assert same(a.cpu(), b.cpu())
+    assert not len(alone.pre) and not len(alone.post) and not len(alone.comb)
 
 
 @on_gpu

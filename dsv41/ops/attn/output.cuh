@@ -37,13 +37,21 @@ struct Angles {
   long long cos_row, sin_row;
 };
 
-// Two neighbouring columns of the output, rounded, and rotated back by angle `at` of the row where there are angles.
-__device__ __forceinline__ uint32_t rotated(float a, float b, const Angles& angles, int row, int at) {
+// Cosine and sine of angle `at` of a row, where there are angles.
+__device__ __forceinline__ float2 angle(const Angles& angles, int row, int at) {
+  if (angles.cos == nullptr) return make_float2(0, 0);
+  return make_float2(__ldg(angles.cos + row * angles.cos_row + at), __ldg(angles.sin + row * angles.sin_row + at));
+}
+// Two neighbouring columns of the output, rounded, and rotated back where there are angles.
+__device__ __forceinline__ uint32_t rotated(float a, float b, const Angles& angles, float2 by) {
   const uint32_t two = pair(a, b);
   if (angles.cos == nullptr) return two;
-  const float c = __ldg(angles.cos + row * angles.cos_row + at), s = -__ldg(angles.sin + row * angles.sin_row + at);
+  const float c = by.x, s = -by.y;
   a = __uint_as_float(two << 16), b = __uint_as_float(two & 0xFFFF0000u);
   return pair(__fsub_rn(__fmul_rn(a, c), __fmul_rn(b, s)), __fadd_rn(__fmul_rn(b, c), __fmul_rn(a, s)));
+}
+__device__ __forceinline__ uint32_t rotated(float a, float b, const Angles& angles, int row, int at) {
+  return rotated(a, b, angles, angle(angles, row, at));
 }
 
 struct Result {
@@ -104,16 +112,20 @@ constexpr int PIECE = 128 * 16;  // of a column group: 16 bytes of each thread o
 template <int CLUSTER>
 __device__ __forceinline__ void hand_out(Out& out, Shared& shared, int rank, int half) {
   static_assert((32 + CLUSTER - 1) / CLUSTER * CLUSTER * 2 * PIECE <= 3 * TILE_BYTES, "q and both tiles");
+  uint8_t* const own = shared.q + 2 * rank * PIECE + (threadIdx.x & 127) * 16;
   uint32_t places[CLUSTER];
 #pragma unroll
-  for (int owner = 0; owner < CLUSTER; ++owner)
-    places[owner] = cluster_address(shared.q + 2 * rank * PIECE + (threadIdx.x & 127) * 16, owner);
+  for (int owner = 0; owner < CLUSTER; ++owner) places[owner] = cluster_address(own, owner);
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
     const int number = half * 16 + j / 2, at = 4 * (j & 15);
     const float(&v)[64] = out[j >> 4];
-    cluster_store(places[number % CLUSTER] + (number / CLUSTER * 2 * CLUSTER + (j & 1)) * PIECE,
-                  make_float4(v[at], v[at + 1], v[at + 2], v[at + 3]));
+    const float4 four = make_float4(v[at], v[at + 1], v[at + 2], v[at + 3]);
+    const int to = (number / CLUSTER * 2 * CLUSTER + (j & 1)) * PIECE;
+    if (number % CLUSTER == rank)
+      *reinterpret_cast<float4*>(own + to) = four;
+    else
+      cluster_store(places[number % CLUSTER] + to, four);
   }
 }
 
@@ -127,7 +139,7 @@ __device__ __forceinline__ void hand_sums(Shared& shared, int rank, float4 sums)
 // Adds up and writes this block's columns; each consumer every second pair of column groups.
 template <int CLUSTER>
 __device__ __forceinline__ void finish(const Work& work, Shared& shared, const Result& result, float2 sinks,
-                                       float* lse, int item, int half) {
+                                       const float2 (&turn)[2], float* lse, int item, int half) {
   const int thread = threadIdx.x & 127, lane = threadIdx.x & 31, quad = lane & 3, rank = item % CLUSTER;
   const int head = work.head(item) + (thread >> 5) * 16 + (lane >> 2), row = work.row(item);
   float4 sums[CLUSTER];  // then (weight, sum) of both rows
@@ -172,7 +184,7 @@ __device__ __forceinline__ void finish(const Work& work, Shared& shared, const R
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float low = (r ? v[i].z : v[i].x) * factor[r], high = (r ? v[i].w : v[i].y) * factor[r];
-        a[i] = number >= 28 ? rotated(low, high, result.angles, row, 4 * (2 * number + i - 56) + quad) : pair(low, high);
+        a[i] = number >= 28 ? rotated(low, high, result.angles, turn[i]) : pair(low, high);
       }
       const uint32_t other = __shfl_xor_sync(~0u, lane & 1 ? a[0] : a[1], 1);
       (lane & 1 ? a[0] : a[1]) = other;
@@ -194,7 +206,14 @@ __device__ __forceinline__ void share(Out& out, const float4* sums, const Work& 
   cluster_barrier();  // no block needs its tiles any more
   if (sums != nullptr) hand_sums<CLUSTER>(shared, item % CLUSTER, *sums);
   hand_out<CLUSTER>(out, shared, item % CLUSTER, half);
+  // Read ahead too: the angles of the one pair of column groups, of 28 to 31, that this consumer finishes, if any.
+  int turned = 28 + (item + CLUSTER - 28 % CLUSTER) % CLUSTER;
+  if ((turned / CLUSTER & 1) != half) turned += CLUSTER;
+  float2 turn[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    turn[i] = angle(result.angles, work.row(item), 4 * (2 * min(turned, 31) + i - 56) + static_cast<int>(threadIdx.x & 3));
   cluster_barrier();  // everything has arrived
-  finish<CLUSTER>(work, shared, result, sinks, lse, item, half);
+  finish<CLUSTER>(work, shared, result, sinks, turn, lse, item, half);
 }
 }  // namespace sparse_attn

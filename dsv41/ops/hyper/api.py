@@ -9,6 +9,7 @@ from ..._op import (
     Kernel,
     Op,
     check,
+    check_flags,
     check_numbers,
     check_sizes,
     check_tensor,
@@ -276,6 +277,7 @@ def mhc_boundary(
     eps: float,
     iters: int,
     floor: float = 1e-4,
+    mix: bool = True,
     scratch: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> Boundary:
@@ -297,12 +299,14 @@ def mhc_boundary(
         eps: as in `mhc_mixes`.
         iters: as in `mhc_mixes`.
         floor: smallest block maximum that a scale is chosen for.
+        mix: False leaves ``next`` out: nothing here needs it, and few rows have their next input in half the
+            time. The caller makes it of the new streams, with `mhc_mixes`, before the next boundary.
         scratch: [n] f32, at least ``mhc_scratch(...)`` numbers; contents need no preparation.
         out: [num_tokens, streams, hidden] bf16 for the new streams; may be ``x``.
 
     Returns:
-        Boundary: x (``out`` itself when it was given), pre, post, comb of the next sub-layer, norm
-        [num_tokens, hidden] bf16 and q, its MXFP8.
+        Boundary: x (``out`` itself when it was given), pre, post, comb of the next sub-layer (of no rows
+        without ``mix``), norm [num_tokens, hidden] bf16 and q, its MXFP8.
 
     Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run, on an
         accelerator for every batch a row is in, and those of `mhc_mixes` on the new streams.
@@ -326,13 +330,15 @@ def mhc_boundary(
     check_numbers(name, norm_eps=norm_eps, eps=eps)
     check_numbers(name, above=True, floor=floor)
     check_sizes(name, 1, iters=iters)
+    check_flags(name, mix=mix)
     out = output(name, out, tuple(x.shape), torch.bfloat16, x)
     check(out.is_contiguous(), name, "out: contiguous", f"strides {tuple(out.stride())}")
-    following = (torch.empty_like(pre), torch.empty_like(post), torch.empty_like(comb))
+    rows = tokens if mix else 0
+    following = (torch.empty_like(pre[:rows]), torch.empty_like(post[:rows]), torch.empty_like(comb[:rows]))
     norm = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     q = quantised_output(name, MXFP8, None, (tokens, hidden), x)
     _BOUNDARY(
         y, x, post, comb, pre, fn, base, scale, weight, norm_eps, eps, iters, floor, out, *following, norm,
-        *q.flat(), _workspace(name, scratch, x),
+        *q.flat(), _workspace(name, scratch, x if mix else x[:0]),
     )  # fmt: skip
     return Boundary(out, *following, norm, q)

@@ -24,6 +24,27 @@ __device__ __forceinline__ void load_4(int64_t from, int64_t index, float* v) {
   v[0] = m.x, v[1] = m.y, v[2] = m.z, v[3] = m.w;
 }
 
+// Two neighbouring columns: the new streams from the old ones and the sub-layer's output, and their collapse.
+__device__ __forceinline__ uint32_t expand_pair(const float (&comb)[16], const float (&post)[4], const float (&pre)[4],
+                                                uint32_t y, uint32_t (&x)[4]) {
+  const float y0 = __uint_as_float(y << 16), y1 = __uint_as_float(y & 0xFFFF0000u);
+  float old0[4], old1[4], h0 = 0, h1 = 0;
+#pragma unroll
+  for (int s = 0; s < 4; ++s) old0[s] = __uint_as_float(x[s] << 16), old1[s] = __uint_as_float(x[s] & 0xFFFF0000u);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    float v0 = __fmul_rn(comb[k], old0[0]), v1 = __fmul_rn(comb[k], old1[0]);
+#pragma unroll
+    for (int s = 1; s < 4; ++s) v0 = __fmaf_rn(comb[4 * s + k], old0[s], v0), v1 = __fmaf_rn(comb[4 * s + k], old1[s], v1);
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(__fmaf_rn(post[k], y0, v0), __fmaf_rn(post[k], y1, v1));
+    x[k] = *reinterpret_cast<const uint32_t*>(&pair);
+    h0 = __fmaf_rn(pre[k], __uint_as_float(x[k] << 16), h0);
+    h1 = __fmaf_rn(pre[k], __uint_as_float(x[k] & 0xFFFF0000u), h1);
+  }
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(h0, h1);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
 // Of a block: GROUPS warp groups of 64 rows, and one that splits the weights; INNER chunks of 32 columns of all
 // streams. Sums of SUB chunks are added up, those to the result.
 template <int GROUPS, int INNER, bool EXPAND>
@@ -165,33 +186,14 @@ __device__ __forceinline__ void streams(int64_t y, int64_t y_stride, int64_t x, 
       }
       if constexpr (EXPAND) {
         const uint4 v = *reinterpret_cast<const uint4*>(from + 8192 + r * 1024);
-        const uint32_t new_words[4] = {v.x, v.y, v.z, v.w};
+        const uint32_t added[4] = {v.x, v.y, v.z, v.w};
         uint32_t collapsed[4];
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-          const float y0 = __uint_as_float(new_words[w] << 16), y1 = __uint_as_float(new_words[w] & 0xFFFF0000u);
-          float old0[4], old1[4], h0 = 0, h1 = 0;
+          uint32_t words[4] = {a[0][4 * r + w], a[1][4 * r + w], a[2][4 * r + w], a[3][4 * r + w]};
+          collapsed[w] = expand_pair(mix[r], given[r], taken[r], added[w], words);
 #pragma unroll
-          for (int s = 0; s < 4; ++s) {
-            old0[s] = __uint_as_float(a[s][4 * r + w] << 16);
-            old1[s] = __uint_as_float(a[s][4 * r + w] & 0xFFFF0000u);
-          }
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            float v0 = __fmul_rn(mix[r][k], old0[0]), v1 = __fmul_rn(mix[r][k], old1[0]);
-#pragma unroll
-            for (int s = 1; s < 4; ++s) {
-              v0 = __fmaf_rn(mix[r][4 * s + k], old0[s], v0);
-              v1 = __fmaf_rn(mix[r][4 * s + k], old1[s], v1);
-            }
-            const __nv_bfloat162 pair = __floats2bfloat162_rn(__fmaf_rn(given[r][k], y0, v0), __fmaf_rn(given[r][k], y1, v1));
-            const uint32_t word = *reinterpret_cast<const uint32_t*>(&pair);
-            a[k][4 * r + w] = word;
-            h0 = __fmaf_rn(taken[r][k], __uint_as_float(word << 16), h0);
-            h1 = __fmaf_rn(taken[r][k], __uint_as_float(word & 0xFFFF0000u), h1);
-          }
-          const __nv_bfloat162 pair = __floats2bfloat162_rn(h0, h1);
-          collapsed[w] = *reinterpret_cast<const uint32_t*>(&pair);
+          for (int k = 0; k < 4; ++k) a[k][4 * r + w] = words[k];
         }
         const int64_t row = base + group + 8 * r, column = (first + c) * CHUNK + lane % 4 * 8;
         if (row < count) {
@@ -361,6 +363,45 @@ __device__ __forceinline__ void finish(int64_t partial, int64_t base, int64_t sc
   else
     norm_rope::rms_norm<HIDDEN, WARPS, true>(norm, HIDDEN, weight, count, norm_eps, norm, HIDDEN, floor,
                                              reinterpret_cast<void*>(values), HIDDEN, codes, HIDDEN / 32, memory, mixing);
+}
+
+// Without the mixes: a block expands a row, collapses, norms and quantises it (`norm_rope::Place`).
+template <int HIDDEN, int WARPS, bool SPREAD>
+__device__ __forceinline__ void cross(int64_t y, int64_t y_stride, int64_t x, int64_t post, int64_t comb, int64_t pre,
+                                      void* out, int count, int64_t weight, float eps, float floor, int64_t norm,
+                                      int64_t values, int64_t codes, void* memory) {
+  const norm_rope::Place<HIDDEN, WARPS, SPREAD> place(count, 0);
+  const int64_t row = place.row;
+  float mix[16], given[4], taken[4];
+  uint4 old[place.TURNS][4], raw[place.TURNS];  // all of them before the first store: `out` may be `x`
+#pragma unroll
+  for (int i = 0; i < place.TURNS; ++i) {
+#pragma unroll
+    for (int s = 0; s < 4; ++s) old[i][s] = *at<const uint4>(x, (row * 4 + s) * (HIDDEN / 8) + place.chunk(i));
+    raw[i] = *at<const uint4>(y + row * y_stride * 2, place.chunk(i));
+  }
+#pragma unroll
+  for (int s = 0; s < 4; ++s) load_4(comb, row * 4 + s, &mix[4 * s]);
+  load_4(post, row, given);
+  load_4(pre, row, taken);
+#pragma unroll
+  for (int i = 0; i < place.TURNS; ++i) {
+    uint32_t* const y_words = &raw[i].x;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      uint32_t words[4];
+#pragma unroll
+      for (int s = 0; s < 4; ++s) words[s] = (&old[i][s].x)[w];
+      y_words[w] = expand_pair(mix, given, taken, y_words[w], words);
+#pragma unroll
+      for (int s = 0; s < 4; ++s) (&old[i][s].x)[w] = words[s];
+    }
+    if (place.valid(i))
+#pragma unroll
+      for (int s = 0; s < 4; ++s) static_cast<uint4*>(out)[(row * 4 + s) * (HIDDEN / 8) + place.chunk(i)] = old[i][s];
+  }
+  norm_rope::norm_row<true>(place, raw, weight, eps, norm, HIDDEN, floor, reinterpret_cast<void*>(values),
+                                           HIDDEN, codes, HIDDEN / 32, memory);
 }
 
 }  // namespace mhc

@@ -33,7 +33,17 @@ def finish_call(hidden, chunks, norm):
     tokens, w = (1 if chunks < per else 2 if chunks == per else 8), warps(hidden)
     parts = (groups, sums, per // chunks) if chunks <= per else (groups, 1, 1)
     call = f"mhc::finish<{hidden}, {w}, {', '.join(map(str, parts))}, {tokens}, {str(norm).lower()}>"
-    return call, 32 * max(w, 4), tokens * parts[0] * parts[1] * 128 + 128, tokens
+    return call, 32 * (4 if w == 1 else w), tokens * parts[0] * parts[1] * 128 + 128, tokens
+
+
+def cross_call(hidden):
+    """(device function, threads, bytes of shared memory, rows a block) of a boundary without mixes."""
+    w = warps(hidden)
+    turns = -(-hidden // (256 * w))
+    spread = w > 1 and 32 * w * turns <= 1024  # of narrow rows a block has four, a warp each
+    threads = 32 * (w * turns if spread else 4 if w == 1 else w)
+    call = f"mhc::cross<{hidden}, {w}, {str(spread).lower()}>"
+    return call, threads, 128 + 4 * threads, 4 if w == 1 else 1
 
 
 @compiled
@@ -107,8 +117,44 @@ def _finish(hidden, chunks, norm, arch):
     return build(mhc_finish, arch)
 
 
+@compiled
+def _cross(hidden, arch):
+    text, (call, threads, size, _) = source(), cross_call(hidden)
+
+    @T.prim_func
+    def mhc_cross(
+        out: T.Tensor((16,), T.bfloat16),  # the start of the new streams
+        y: T.int64,
+        y_stride: T.int64,
+        x: T.int64,
+        post: T.int64,
+        comb: T.int64,
+        pre: T.int64,
+        count: T.int32,
+        weight: T.int64,
+        eps: T.float32,
+        floor: T.float32,
+        norm: T.int64,
+        values: T.int64,
+        codes: T.int64,
+        blocks: T.int32,
+    ):
+        with T.Kernel(blocks, threads=threads) as _:
+            T.import_source(text)
+            T.pdl_sync()
+            T.pdl_trigger()
+            shared = T.alloc_shared((size,), T.uint8)
+            T.call_extern(
+                "handle", call, y, y_stride, x, post, comb, pre, out.access_ptr("w"), count, weight, eps,
+                floor, norm, values, codes, shared.access_ptr("rw"),
+            )  # fmt: skip
+
+    return build(mhc_cross, arch)
+
+
 def variants(cfg):
-    """Both kernels for few, some and many tokens."""
+    """All kernels, those of the streams for few, some and many tokens."""
+    yield _cross, (cfg.hidden, ARCH)
     for tokens in (ROWS, 2 * ROWS, 4096):
         _, chunks = hopper_parts(tokens, cfg.hidden)
         for expand in (False, True):
@@ -133,7 +179,16 @@ def mhc_boundary(
     out, next_pre, next_post, next_comb, norm, values, codes, scratch,
 ):  # fmt: skip
     """Launches of ``dsv41.ops.mhc_boundary``; the collapsed rows wait in ``norm``."""
-    if x.shape[0]:
+    count, _, hidden = x.shape
+    if not count:
+        return
+    if not len(next_pre):  # without the mixes
+        _cross(hidden, arch_of(x))(
+            out.as_strided((16,), (1,)), y.data_ptr(), y.stride(0), x.data_ptr(), post.data_ptr(),
+            comb.data_ptr(), pre.data_ptr(), count, weight.data_ptr(), norm_eps, floor, norm.data_ptr(),
+            values.data_ptr(), codes.data_ptr(), -(-count // cross_call(hidden)[-1]),
+        )  # fmt: skip
+    else:
         _pass(y, x, post, comb, pre, fn, out, norm, scratch, True)
         rows = (norm.data_ptr(), weight.data_ptr(), floor, values.data_ptr(), codes.data_ptr())
         _after(x, base, scale, norm_eps, eps, iters, next_pre, next_post, next_comb, scratch, rows)
@@ -154,7 +209,7 @@ def _after(x, base, scale, norm_eps, eps, iters, pre, post, comb, scratch, rows=
     tokens = finish_call(hidden, chunks, False)[-1]
     blocks = -(-count // tokens)
     if rows:
-        blocks += -(-count // (4 if warps(hidden) == 1 else 1))
+        blocks += -(-count // cross_call(hidden)[-1])
     _finish(hidden, chunks, rows is not None, arch_of(x))(
         pre.as_strided((4,), (1,)), scratch.data_ptr(), base.data_ptr(), scale.data_ptr(), norm_eps, eps,
         iters, post.data_ptr(), comb.data_ptr(), count, *(rows or (0, 0, 0.0, 0, 0)), blocks,

@@ -205,6 +205,7 @@ def mhc_boundary(
 ):  # fmt: skip
     """Launches of ``dsv41.ops.mhc_boundary``."""
     mhc_expand(y, x, post, comb, out)
-    mhc_mixes(out, fn, base, scale, norm_eps, eps, iters, next_pre, next_post, next_comb, scratch)
+    if len(next_pre) == len(x):
+        mhc_mixes(out, fn, base, scale, norm_eps, eps, iters, next_pre, next_post, next_comb, scratch)
     mhc_collapse(out, pre, normed)
     norm.NORM_QUANTIZE.load("tilelang_npu")(normed, weight, norm_eps, floor, normed, values, codes)

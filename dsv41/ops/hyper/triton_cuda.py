@@ -185,6 +185,11 @@ def _finish(
 
 
 @triton.jit
+def _norm(h, weight, eps, floor, norm, values, codes, HIDDEN: tl.constexpr, BLOCKS: tl.constexpr):
+    _normed(h, weight, eps, floor, norm, values, codes, tl.program_id(0), HIDDEN, BLOCKS)
+
+
+@triton.jit
 def _collapse(
     x, x_stride, x_stream, pre, pre_stride, out, out_stride, HIDDEN: tl.constexpr, STREAMS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -253,6 +258,14 @@ def mhc_boundary(
     count, _, hidden = x.shape
     if not count:
         return
+    if not len(next_pre):  # without the mixes
+        mhc_expand(y, x, post, comb, out)
+        mhc_collapse(out, pre, norm)
+        _norm[(count,)](
+            norm, weight, norm_eps, floor, norm, values.view(torch.uint8), codes,
+            HIDDEN=hidden, BLOCKS=triton.next_power_of_2(hidden // 32), num_warps=4,
+        )  # fmt: skip
+        return
     _launch_streams(y, x, post, comb, pre, fn, out, norm, scratch, True)
     number, _, inner = parts(count, hidden)
     _finish[(triton.cdiv(count, TOKENS) + count,)](
@@ -306,6 +319,9 @@ def variants(cfg):
             sizes = {"HIDDEN": hidden, "WIDTH": WIDTH, "TOKENS": TOKENS, **_groups(number, of_group)}
             sizes |= {"BLOCKS": triton.next_power_of_2(hidden // 32), "NORM": expand}
             yield _finish, (names, sizes)
+    names = {"h": "*bf16", "weight": "*bf16", "eps": "fp32", "floor": "fp32", "norm": "*bf16"}
+    names |= {"values": "*u8", "codes": "*u8"}
+    yield _norm, (names, {"HIDDEN": hidden, "BLOCKS": triton.next_power_of_2(hidden // 32)})
     shape = {"HIDDEN": hidden, "STREAMS": cfg.num_streams, "BLOCK": block}
     names = {"x": "*bf16", "x_stride": "i64", "x_stream": "i64", "pre": "*fp32", "pre_stride": "i64"}
     yield _collapse, ({**names, "out": "*bf16", "out_stride": "i64"}, shape)

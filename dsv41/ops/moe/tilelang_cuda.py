@@ -141,6 +141,8 @@ def _prepare(hidden, kind, arch):
     ):
         with T.Kernel(bounds - 1 + T.ceildiv(tokens * (hidden // 32), THREADS), threads=THREADS) as _:
             T.import_source(source)
+            T.pdl_sync()
+            T.pdl_trigger()
             shared = T.alloc_shared((64,), T.uint8)
             T.call_extern(
                 "handle",
@@ -224,6 +226,8 @@ def _products(hidden, inter, name, arch):
     ):
         with T.Kernel(SMS, threads=640) as _:
             T.import_source(source)
+            T.pdl_sync()
+            T.pdl_trigger()
             shared = T.alloc_shared((_shared_bytes(hidden, shape),), T.uint8)
             T.call_extern(
                 "handle",
@@ -358,6 +362,8 @@ def _combine(hidden, top_k, with_shared, arch):
     ):
         with T.Kernel(T.ceildiv(tokens * (hidden // 8), THREADS), threads=THREADS) as _:
             T.import_source(source)
+            T.pdl_sync()
+            T.pdl_trigger()
             T.call_extern(
                 "handle",
                 f"moe::combine<{hidden}, {top_k}, {str(with_shared).lower()}>",

@@ -185,23 +185,31 @@ def _laws(
     logits, stride, bitmask, words, cu, num_rows, vocab, temperatures, tops, sums, keys,
     PER: tl.constexpr, FLAT: tl.constexpr, MASK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Of every chunk of every row: the maximum, the first token of it, the sum of exponentials below it."""
+    """Of every chunk of every row: the maximum, the first token of it, the sum of exponentials below it.
+
+    Nobody asks for rows that a request does not have, nor for laws of greedy drafts.
+    """
     item, chunk = tl.program_id(0), tl.program_id(1)
     row = item.to(tl.int64)
-    if not FLAT:
-        _, _, row = _row_of(item, cu, num_rows, PER)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    z = _masked(logits, stride, bitmask, words, row, token, vocab, MASK)
     temperature = tl.load(temperatures + item // PER)
-    temperature = tl.where(temperature > 0, temperature, 1.0)
-    top = tl.max(z, 0)
-    low = tl.where(top > -float("inf"), top, 0.0)
-    total = tl.sum(tl.exp(tl.div_rn(z - low, tl.full(z.shape, 1.0, tl.float32) * temperature)), 0)
-    key = tl.max(_order(z) * 4294967296 + (4294967295 - token.to(tl.int64)), 0)
-    at = item * tl.num_programs(1) + chunk
-    tl.store(tops + at, tl.where(tl.max((z != z).to(tl.int32), 0) != 0, float("nan"), top))
-    tl.store(sums + at, total)
-    tl.store(keys + at, key)
+    asked = temperature > 0
+    if not FLAT:
+        request, k, row = _row_of(item, cu, num_rows, PER)
+        asked = k < tl.load(cu + request + 1).to(tl.int32) - tl.load(cu + request).to(tl.int32)
+    if asked:
+        token = chunk * CHUNK + tl.arange(0, CHUNK)
+        z = _masked(logits, stride, bitmask, words, row, token, vocab, MASK)
+        top = tl.max(z, 0)
+        key = tl.max(_order(z) * 4294967296 + (4294967295 - token.to(tl.int64)), 0)
+        at = item * tl.num_programs(1) + chunk
+        tl.store(tops + at, tl.where(tl.max((z != z).to(tl.int32), 0) != 0, float("nan"), top))
+        tl.store(keys + at, key)
+        total = 0.0
+        if temperature > 0:
+            low = tl.where(top > -float("inf"), top, 0.0)
+            e = tl.exp(tl.div_rn(z - low, tl.full(z.shape, 1.0, tl.float32) * temperature))
+            total = tl.sum(e, 0)
+        tl.store(sums + at, total)
 
 
 @triton.jit
@@ -310,9 +318,12 @@ def _residual(
     none: tl.constexpr = -9223372036854775807
     tl.store(place, none)
     tl.store(place + 1, none)
-    if tl.load(sound_in + request) != 0:
-        temperature = tl.load(temperatures + request)
-        item = request * (BLOCK + 1) + kept
+    temperature = tl.load(temperatures + request)
+    sound, hot, item = tl.load(sound_in + request) != 0, temperature > 0, request * (BLOCK + 1) + kept
+    if sound & (hot == 0) & (chunk == 0):  # no race
+        _, _, first, _ = _law(tops, sums, keys, item, temperature, CHUNKS, PADDED)
+        tl.store(place, 4294967295 - first)
+    if sound & hot:
         top, total, first, _ = _law(tops, sums, keys, item, temperature, CHUNKS, PADDED)
         row = tl.minimum(tl.maximum(tl.load(cu + request).to(tl.int32) + kept, 0), num_rows - 1).to(tl.int64)
         token = chunk * CHUNK + tl.arange(0, CHUNK)
