@@ -97,10 +97,14 @@ class MemoryPlan:
         return self.block_bytes / self.block
 
     def tokens(self, requests: int) -> int:
-        """Tokens that ``requests`` sequences can hold together, in whole pages; 0 when nothing fits."""
-        check_sizes("MemoryPlan.tokens", 1, requests=requests)
-        left = self.room - requests * self.request_bytes
-        return max(0, left // self.block_bytes) * self.block if self.host_room >= 0 else 0
+        """Tokens that ``requests`` sequences (the plan's ``max_requests`` at most) can hold together, in whole
+        pages and none above ``max_context``; 0 when nothing fits.
+        """
+        check_sizes("MemoryPlan.tokens", 1, self.max_requests, requests=requests)
+        if self.host_room < 0:
+            return 0
+        pages = max(0, (self.room - requests * self.request_bytes) // self.block_bytes)
+        return min(pages, requests * -(-self.max_context // self.block)) * self.block
 
     def requests(self, context: int) -> int:
         """Sequences of ``context`` tokens each that fit, at most the plan's ``max_requests``."""
