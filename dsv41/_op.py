@@ -264,14 +264,13 @@ def _target(device: str, index: int | None) -> Target:
 @functools.cache
 def _installed(package: str) -> bool:
     if package == "nvcc":
-        return compiler_found() or _compiled_before()
+        return compiler_found() or _asking_tilelang()
     return importlib.util.find_spec(package) is not None
 
 
 def compiler_found() -> bool:
-    """Whether nvcc is where TileLang looks for it: on PATH, in the toolkit of CUDA_HOME, as a wheel."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    if shutil.which("nvcc") or any(home and Path(home, "bin", "nvcc").exists() for home in homes):
+    """Whether nvcc is on PATH, in the usual folder or there as a wheel."""
+    if shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists():
         return True
     try:
         return importlib.util.find_spec("nvidia.cu13") is not None
@@ -279,10 +278,15 @@ def compiler_found() -> bool:
         return False
 
 
-def _compiled_before() -> bool:
-    """Whether TileLang's cache has kernels: a machine that only runs them needs no compiler."""
-    cache = os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache"
-    return next(Path(cache).rglob("*.so"), None) is not None
+def _asking_tilelang() -> bool:
+    """Whether TileLang, which its own variables can send elsewhere, finds nvcc, or has kernels in its cache:
+    a machine that only runs those needs no compiler.
+    """
+    if importlib.util.find_spec("tilelang") is None:
+        return False
+    env = importlib.import_module("tilelang.env").env
+    home, kernels = env.CUDA_HOME, Path(env.TILELANG_CACHE_DIR).rglob("*.so")
+    return bool(home and Path(home, "bin", "nvcc").exists()) or next(kernels, None) is not None
 
 
 # What CI compiles for. Portable kernels too: elsewhere they would fail inside a compiler, or run untested.

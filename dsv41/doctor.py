@@ -126,7 +126,7 @@ def _version(package: str, distributions: tuple[str, ...]) -> str:
     if not _installed(package):
         return "-"
     if package == "nvcc" and not compiler_found():
-        return "- (but kernels that were compiled before)"
+        return "found by TileLang, or kernels in its cache"
     for distribution in distributions:
         try:
             return importlib.metadata.version(distribution)
