@@ -157,6 +157,7 @@ SM100_PRODUCTS = {
     "linear._product": (TCGEN05, TENSOR_MEMORY, COPY, ("UTCCP",)),
     "linear._grouped": (("UTCHMMA",), TENSOR_MEMORY, COPY),
     "moe._product": (TCGEN05, TENSOR_MEMORY, COPY, ("UTCCP",)),
+    "attn._attend": (("UTCHMMA",), TENSOR_MEMORY, ("STTM",), ("UTCBAR",)),
     "index._scan": (("UTCOMMA",), TENSOR_MEMORY, ("STTM",), ("UTCBAR",)),
 }
 
@@ -171,6 +172,16 @@ def test_products_on_sm100_are_tcgen05(name: str) -> None:
     for wanted in SM100_PRODUCTS[name]:
         assert made.has(*wanted), wanted
     assert not made.has("HMMA", "QMMA", "OMMA", "HGMMA", "QGMMA") and not made.spills
+
+
+def test_tensor_memory_of_attention_lies_behind_fences() -> None:
+    """Its barriers are written out (TileLang adds none); TileLang adds the fences around them."""
+    module = "dsv41.ops.attn.tilelang_sm100_cuda"
+    made = lowering.lower_tilelang(module, *lowering.all_variants(module, CFG)[0])
+    used = made.source[: made.source.rindex("tcgen05_ld")]  # behind its last load no fence is needed
+    fenced = r"before_thread_sync\(\);\s+__syncthreads\(\);\s+tl::tcgen05_after_thread_sync\(\);"
+    assert used.count("__syncthreads();") == len(re.findall(fenced, used)) > 9
+    assert re.findall(r"\.wait\(.*\);\s+tl::(.*)\(\);", used) == ["tcgen05_after_thread_sync"] * 2
 
 
 def test_a_product_in_registers_on_sm100_is_seen() -> None:

@@ -94,15 +94,13 @@ def test_no_rows() -> None:
     assert out.shape == (0, 64, 512) and lse.shape == (0, 64)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_what_is_not_finite_stays_in_its_row(splits: int) -> None:
+@pytest.mark.parametrize("tokens, splits", [(5, 1), (2, 2)])
+def test_what_is_not_finite_stays_in_its_row(tokens: int, splits: int) -> None:
     """NaN in a value or a scale, and a value that a scale makes infinite: each in a row of its own."""
-    case = small("decode", tokens=5, heads=1, near=3, far=4, splits=splits)
+    case = small("decode", tokens=tokens, heads=1, near=3, far=4, splits=splits)
     (q, window, near, compressed, far), keys = inputs(case, "cpu")
-    used = {int(slot) for row in near for slot in row}
-    near = torch.arange(15, dtype=torch.int32).view(5, 3)
-    far = torch.arange(20, dtype=torch.int32).view(5, 4)
-    assert used and window.num_slots > 15 and compressed.num_slots > 20
+    near = torch.arange(tokens * 3, dtype=torch.int32).view(tokens, 3)
+    far = torch.arange(tokens * 4, dtype=torch.int32).view(tokens, 4)
     for cache, ids in ((window, near), (compressed, far)):
         values, scales = _parts(cache.pages, cache.record.layout, 512)
         page, at = ids.flatten() // cache.page_size, ids.flatten() % cache.page_size
@@ -156,11 +154,8 @@ FAULTS: dict[str, tuple[Case, str, str]] = {
         "T.exp(old - top))",
     ),
     "no barrier for the shares": (FEW, "T.sync_threads()\n            for j", "for j"),
-    "no barrier for the results": (
-        FEW,
-        "if splits == 1:\n                T.sync_threads()",
-        "if splits == 1:",
-    ),
+    "no barrier for the results": (FEW, "T.sync_threads()  # nobody", "pass  # nobody"),
+    "no barrier at the end": (PARTS, "T.sync_threads()  # nobody", "pass  # nobody"),
     "no barrier for the turned": (TURNED, "T.bfloat16)\n                    T.sync_threads()", "T.bfloat16)"),
     # Sums.
     "every tile begins anew": (FEW, "clear_accum=tile == begin", "clear_accum=True"),

@@ -308,6 +308,7 @@ class Attention(Language):
     def copy(self, source: Any, target: Any) -> None:
         """Between rows of tensor memory and the registers of their threads."""
         self.behind_a_fence()
+        here().touched = here().block.met[1]
         loads = isinstance(source, Region)
         memory: Any = source if loads else target
         registers: Any = target if loads else source
@@ -372,9 +373,15 @@ class Emulated:
 
     def block(self, place: tuple[int, ...], arguments: list[Any]) -> tuple[int, ...]:
         """Run one block, or with no place tell how many there are."""
-        block: Any = Block(place, 128, lambda: self.function(*arguments), self.late)  # type: ignore[arg-type]
+
+        def body() -> None:
+            self.function(*arguments)
+            if here().touched == here().block.met[1]:
+                raise EmulationError("tensor memory is given back, with no barrier since its last use")
+
+        block: Any = Block(place, 128, body, self.late)  # type: ignore[arg-type]
         for number, warp in enumerate(block.warps):
-            warp.index, warp.passed, warp.behind = number, 0, True
+            warp.index, warp.passed, warp.behind, warp.touched = number, 0, True, -1
         with contextlib.suppress(LookupError) if not place else contextlib.nullcontext():
             block.run()
         return block.grid

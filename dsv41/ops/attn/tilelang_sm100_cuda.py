@@ -290,8 +290,8 @@ def attention(near_layout, far_layout):
                 else:
                     for i, h in T.Parallel(128, HEADS):
                         queries[h, j * 128 + i] = T.cast(z[i, h] * factor[h], T.bfloat16)
+            T.sync_threads()  # nobody reads tensor memory any more: it is given back at the end
             if splits == 1:
-                T.sync_threads()
                 if turns > 0:
                     for e in T.serial(HEADS // 4):
                         head, turn = 4 * e + thread // 32, thread % 32
