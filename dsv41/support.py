@@ -34,9 +34,9 @@ MISSING = {
 LEGEND = (
     "*run*: on an H200, against the reference. *emulated*: the emitted Ascend C runs in CI on a CPU,"
     " products of cube cores as loops."
-    " *lowered*: compiled to machine code (Ascend: to Ascend C) in CI, never run. *operators*: PyTorch's own,"
-    " the code that CI runs on a CPU; never run there. *adapter*: calls a library;"
-    " arguments and refusals are tested in CI, the library was never called from here."
+    " *lowered*: compiled to machine code for sm_100a in CI (for sm_103a one kernel of each kind), never run."
+    " *operators*: PyTorch's own, the code that CI runs on a CPU; never run there."
+    " *adapter*: calls a library; arguments and refusals are tested in CI, the library was never called here."
 )
 
 

@@ -2,6 +2,7 @@
 
 import os
 import zlib
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -20,3 +21,18 @@ torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[re
 @pytest.fixture(autouse=True)
 def _seed(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True)
+def _emulates(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that says which ops it emulates did so, or fails."""
+    named = {op for mark in request.node.iter_markers("emulates") for op in mark.args}
+    if not named:
+        yield
+        return
+    from tests.tools import ascend_emu
+
+    ascend_emu.LAUNCHED.clear()
+    yield
+    missing = sorted(named - ascend_emu.LAUNCHED)
+    assert not missing, f"the test emulates no kernel of {missing}"

@@ -21,7 +21,10 @@ if not ascend_emu.available():
 
 BF16, U8 = torch.bfloat16, torch.uint8
 QUANT, NORM = "dsv41.ops.quant.tilelang_npu", "dsv41.ops.norm_rope.tilelang_npu"
-EVERY = pytest.mark.parametrize("kind", ["mxfp8", "mxfp4", "nvfp4"])
+EVERY = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.emulates(f"quantize_{k}")) for k in ("mxfp8", "mxfp4", "nvfp4")],
+)
 
 
 @EVERY
@@ -43,6 +46,7 @@ def test_quantise_float32() -> None:
     assert torch.equal(values, want[0]) and torch.equal(scale, want[1])
 
 
+@pytest.mark.emulates("swiglu_quantize")
 @pytest.mark.parametrize("weighted", [False, True])
 def test_swiglu_quantize(weighted: bool) -> None:
     x, weight = (4 * torch.randn(6, 192)).to(BF16), torch.rand(6) if weighted else None
@@ -56,7 +60,11 @@ def test_swiglu_quantize(weighted: bool) -> None:
     close_codes((values[~nan], scale), (want.values.view(U8)[~nan], want.scale.view(U8)))
 
 
-@pytest.mark.parametrize("width, eps", [(96, 0.7), (2304, 1e-20)])  # of the rows' size, and none
+@pytest.mark.emulates("rms_norm_quantize")
+@pytest.mark.parametrize(
+    "width, eps",  # of the rows' size, and none
+    [pytest.param(96, 0.7, marks=pytest.mark.emulates("rms_norm")), (2304, 1e-20)],
+)
 def test_rms_norm(width: int, eps: float) -> None:
     x, weight = torch.randn(5, width + 32).to(BF16)[:, 32:], torch.randn(width).to(BF16)
     x[2, 7], x[3] = torch.nan, 0
@@ -75,6 +83,7 @@ def test_rms_norm(width: int, eps: float) -> None:
     assert same(values, want.values.view(U8)) and same(scale, want.scale.view(U8))
 
 
+@pytest.mark.emulates("rope")
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_rope(in_place: bool, inverse: bool) -> None:
@@ -86,6 +95,7 @@ def test_rope(in_place: bool, inverse: bool) -> None:
     assert same(out.contiguous(), want)
 
 
+@pytest.mark.emulates("index_query")
 def test_index_query() -> None:
     x, angle = torch.randn(70, 4, 128 + 8).to(BF16)[..., :128], torch.randn(70, 32) * 9
     x[3] = 0
@@ -97,6 +107,7 @@ def test_index_query() -> None:
     assert torch.equal(values, want[0]) and torch.equal(scale, want[1])
 
 
+@pytest.mark.emulates("topk")
 def test_topk() -> None:
     """Ties by the lower index, zeros of both signs, NaN and -inf never, rows that are short or empty."""
     scores = torch.randn(6, 1000 + 3)[:, :1000]
@@ -111,6 +122,7 @@ def test_topk() -> None:
     assert torch.equal(ids, ops.topk(scores, lens, k=64))
 
 
+@pytest.mark.emulates("apply_token_bitmask")
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_apply_token_bitmask(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 9000 + 8).to(dtype)[:, :9000]

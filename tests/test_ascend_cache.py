@@ -18,6 +18,7 @@ if not ascend_emu.available():
 COMPRESS = "dsv41.ops.compress.tilelang_npu"
 
 
+@pytest.mark.emulates("write_cache")
 @pytest.mark.parametrize(
     ("layout", "dim", "norm", "rounded"),
     [
@@ -39,6 +40,7 @@ def test_write_cache(layout: str, dim: int, norm: bool, rounded: bool) -> None:
     assert torch.equal(got, want) and not torch.equal(want, before)
 
 
+@pytest.mark.emulates("compress_pairs")
 def test_pairs() -> None:
     """Random requests, cuts and ring sizes: the carry to the bit, the pooled rows to one rounding of exp."""
     with emulated(COMPRESS) as npu:
@@ -66,6 +68,7 @@ def check_pairs(npu: Any, trial: int) -> None:
     torch.testing.assert_close(got, want, rtol=2.0**-7, atol=1e-6)
 
 
+@pytest.mark.emulates("copy_records")
 def test_copy_records() -> None:
     a = torch.randint(0, 256, (2, 4, 528), dtype=torch.uint8)
     want = torch.randint(0, 256, (3, 3, 528), dtype=torch.uint8)

@@ -42,6 +42,7 @@ def tiles(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, k).to(E4M3), codes
 
 
+@pytest.mark.emulates("linear")
 def test_linear() -> None:
     x, w = torch.randn(130, 256).to(BF16), torch.randn(256, 256).to(BF16)
     out = torch.zeros(130, 256)
@@ -50,6 +51,7 @@ def test_linear() -> None:
     close(out, x.float() @ w.float().T)
 
 
+@pytest.mark.emulates("block_linear")
 def test_block_linear() -> None:
     """Two depths of a tile, more rows than one tile holds; NaN stays in its row."""
     x = torch.randn(130, 256)
@@ -65,6 +67,7 @@ def test_block_linear() -> None:
     close(out[rest], want[rest])
 
 
+@pytest.mark.emulates("grouped_linear")
 def test_grouped_linear() -> None:
     x, (w, codes) = torch.randn(7, 2, 128).to(BF16), tiles(256, 128)
     out = torch.zeros(7, 2, 128, dtype=BF16)
@@ -108,6 +111,7 @@ def moe(npu: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, ops.mxfp4_moe(x, ids, weights, experts, limit=10.0)
 
 
+@pytest.mark.emulates("mxfp4_moe")
 def test_experts() -> None:
     """Three experts, tiles of padding, an assignment without an expert, both depths of a product."""
     with emulated(MOE) as npu:
@@ -141,6 +145,7 @@ def test_faults_of_the_experts_are_seen(fault: str) -> None:
     assert any(planted)
 
 
+@pytest.mark.emulates("markov_bias")
 def test_markov_bias() -> None:
     """The store adds to the logits."""
     logits, embeds, weight = torch.randn(5, 256), torch.randn(5, 128).to(BF16), torch.randn(256, 128).to(BF16)
@@ -173,6 +178,7 @@ ATTN = "dsv41.ops.attn.tilelang_npu"
 SMALL = Case("", tokens=3, heads=16, near=32, far=32, page=(16, 16), missing=0.3, width=128)
 
 
+@pytest.mark.emulates("sparse_attn")
 def test_sparse_attn() -> None:
     """Records of both kinds, ids of -1, NaN in records that no id names; infinite sinks, a bare window."""
     with emulated(ATTN) as npu:

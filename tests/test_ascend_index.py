@@ -84,6 +84,7 @@ def scene(layout: str) -> Scene:
     return made
 
 
+@pytest.mark.emulates("index_topk")
 def test_choice_over_chunks(npu: Any) -> None:
     """One chunk or several; ties, NaN, pages that are not held, rows of padding, requests without entries."""
     for layout, room in (("mxfp4", 16 + 24 + 256 + 160), ("mxfp4", 4000), ("fp8", 1000)):

@@ -33,31 +33,39 @@ def on_npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.emulates("split_budget_ragged")
 @pytest.mark.parametrize("trial", [11, 24, 25])
 def test_split(trial: int, monkeypatch: pytest.MonkeyPatch) -> None:
     drafts.test_split(trial, monkeypatch)
 
 
+@pytest.mark.emulates("mhc_mixes")
 @pytest.mark.parametrize("tokens, hidden", [(5, 128), (600, 32)])
 def test_mixes(tokens: int, hidden: int) -> None:
     steps.test_mixes(tokens, hidden)
 
 
+@pytest.mark.emulates("mhc_boundary")
 def test_boundary() -> None:
     steps.test_the_boundary_is_the_ops_one_after_the_other()
 
 
+@pytest.mark.emulates("mhc_collapse", "mhc_expand")
 @pytest.mark.parametrize("streams, hidden", [(4, 96), (2, 1100)])
 def test_collapse_and_expand(streams: int, hidden: int) -> None:
     steps.test_collapse_and_expand(streams, hidden)
 
 
+@pytest.mark.emulates("topk_route")
 @pytest.mark.parametrize("experts, top_k", [(384, 6), (12, 4)])
 def test_route(experts: int, top_k: int) -> None:
     steps.test_route(experts, top_k)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 700])
+PHYSICAL = pytest.mark.emulates("physical_experts")
+
+
+@pytest.mark.parametrize("tokens", [0, *(pytest.param(n, marks=PHYSICAL) for n in (1, 700))])
 def test_physical(tokens: int) -> None:
     steps.test_physical(tokens)
 
@@ -67,15 +75,18 @@ def test_hash(cut: Any) -> None:
     steps.test_hash(cut, torch.int32)
 
 
+@pytest.mark.emulates("engram_hash")
 def test_hash_of_int64() -> None:
     steps.test_hash(steps.CUTS[0], torch.int64)
 
 
+@pytest.mark.emulates("engram_lookup")
 @pytest.mark.parametrize("width", [256])
 def test_lookup(width: int) -> None:
     steps.test_lookup(width)
 
 
+@pytest.mark.emulates("engram_gate")
 @pytest.mark.parametrize("tokens, streams, hidden", [(40, 2, 96)])
 def test_gate(tokens: int, streams: int, hidden: int) -> None:
     steps.test_gate(tokens, streams, hidden)

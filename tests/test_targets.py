@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -82,17 +81,11 @@ def test_doctor_says_what_would_run(target: Target) -> None:
         assert row["kernel"] or row["refused"]
 
 
-def test_every_blank_has_a_reason_and_every_claim_a_test() -> None:
-    tests = Path(__file__).parent
-    emulating = "".join(path.read_text("utf-8") for path in tests.glob("test_ascend*.py"))
-    emulating += (tests / "ops" / "test_step_kernels.py").read_text("utf-8")
-    emulating += (tests / "spec" / "test_verify_kernels.py").read_text("utf-8")
+def test_every_blank_has_a_reason() -> None:
+    """What the words of a cell claim is held against the tests in `test_support_claims.py`."""
     for name, op in ops().items():
         for label, target in support.TARGETS.items():
-            text = support.cell(name, target)
-            assert text != "-", f"{name} on {label}: no kernel and no reason"
-            if "*emulated*" in text:
-                assert name in emulating or name.startswith("quantize_"), name
+            assert support.cell(name, target) != "-", f"{name} on {label}: no kernel and no reason"
         has_npu = any(kernel.device == "npu" for kernel in op.kernels)
         assert has_npu != (name in support.MISSING), f"{name}: a kernel and a reason for none"
 

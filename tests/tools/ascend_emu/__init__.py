@@ -40,6 +40,7 @@ _MEMORY = re.compile(r"(__(ubuf|cbuf|cc)__ (\w+) \*\w+ = )\(__\w+__ \w+ \*\)0;")
 _PLACE = {"ubuf": "ub", "cbuf": "l1", "cc": "l0c"}
 _HEAD = re.compile(r'extern "C" __global__ (__\w+__(?:\(1, 2\))?) void (\w+)\(([^)]*)\)')
 _GUARD = 4096
+LAUNCHED: set[str] = set()  # ops whose launch functions ran kernels in here; `pytest.mark.emulates` looks
 
 
 def available() -> bool:
@@ -122,6 +123,8 @@ class Emulated:
 
         return _cached("ascend.so", key + text, make)
 
+    runs = 0
+
     def __call__(self, *args: Any) -> None:
         """Run on ``args``, tensors in place; sizes and strides come from the tensors as on a device."""
         values: dict[str, Any] = {}
@@ -168,6 +171,7 @@ class Emulated:
         if error is not None:
             raise EmulationError(f"{self.name}: {error.decode()}")
         memory.write_back()
+        Emulated.runs += 1
 
 
 class _Memory:
@@ -208,10 +212,22 @@ def emulated(module: str, edit: Callable[[str], str] = lambda source: source) ->
     Args:
         edit: changes the emitted Ascend C.
     """
+    from dsv41._op import ops
     from dsv41.ops import _ascend
 
     loaded: Any = importlib.import_module(module)
     kept, made = loaded.build, {}
+    mine = {name for name, op in ops().items() if f"{op.package}.tilelang_npu" == module}
+    launches = {name: launch for name, launch in vars(loaded).items() if name in mine}
+
+    def noted(name: str, launch: Any) -> Any:
+        def run(*args: Any) -> None:
+            before = Emulated.runs
+            launch(*args)
+            if Emulated.runs > before:
+                LAUNCHED.add(name)
+
+        return run
 
     def build(func: Any) -> Emulated:
         return Emulated(func, _ascend.CORES, edit)
@@ -230,9 +246,10 @@ def emulated(module: str, edit: Callable[[str], str] = lambda source: source) ->
     loaded.build = build
     for name, builder in builders.items():
         setattr(loaded, name, uncached(builder))
+    for name, launch in launches.items():
+        setattr(loaded, name, noted(name, launch))
     try:
         yield loaded
     finally:
         loaded.build = kept
-        for name, builder in builders.items():
-            setattr(loaded, name, builder)
+        vars(loaded).update(builders | launches)
