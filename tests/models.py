@@ -1,6 +1,7 @@
 """Synthetic models that tests share: weights in memory, the incremental model, its dense twin."""
 
 import functools
+from typing import Any
 
 import torch
 from dsv41_reference.model import V41Reference
@@ -48,6 +49,17 @@ def build(kind: Kind, drafter: bool = False) -> V41Flash:
     for layer in cfg.engram.layers:
         table = (stored[f"layers.{layer}.engram.embed.{part}"] for part in ("weight", "scale"))
         model.attach_engram(layer, MemoryEngramStore(*table))
+    return model
+
+
+def on_gpu(kind: Kind) -> V41Flash:
+    """A new model with its drafter on the GPU, its tables too, packed."""
+    model: Any = build(kind, drafter=True).cuda().pack()
+    for layer in config(kind).engram.layers:
+        store = model.layers[layer].engram.store
+        store.values, store.scale = (
+            t.view(torch.uint8).cuda().view(t.dtype) for t in (store.values, store.scale)
+        )
     return model
 
 

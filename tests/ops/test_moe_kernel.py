@@ -7,7 +7,7 @@ import torch
 
 from dsv41._op import Target, split_scratch, use
 from dsv41._op import ops as registered
-from dsv41.formats import E8M0, MXFP4, MXFP4Experts, quantize_mxfp4, quantize_mxfp8
+from dsv41.formats import E8M0, MXFP4, MXFP8, MXFP4Experts, quantize_mxfp4, quantize_mxfp8
 from dsv41.ops import mxfp4_moe, pack_experts
 from dsv41.ops._tilelang.pack import MOVED_BASE
 from dsv41.ops.moe.api import mxfp4_moe_scratch, read_layout, scratch_parts
@@ -513,6 +513,45 @@ def test_moe_on_a_gpu(tokens, name, numerics, unfolded):
     assert packed.unfolded == packed.routed == len(unfolded)
     bound = DOT_EXACT_INNER if few else DOT_BF16
     assert distance(got, want) < bound if want.any() else not got.any()
+
+
+@needs_gpu
+@pytest.mark.parametrize("tokens, experts", [(7, 384), (64, 384), (300, 48)])
+@pytest.mark.parametrize("numerics", ["exact", "fp8"])
+def test_replays_with_other_rows_on_a_gpu(tokens, experts, numerics):
+    """A captured call takes new rows, ids and weights, all experts of the model too; NaN stays in its row."""
+    packed = pack_experts(make_experts(experts, 256, 128, "cuda"), numerics=numerics)
+    size = mxfp4_moe_scratch(tokens, 6, experts, 256, 128)
+    scratch = torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    def drawn(seed):
+        torch.manual_seed(seed)
+        return *quantize_mxfp8(case("ragged", experts, tokens, 6, device="cuda")[0]).flat(), *case(
+            "ragged", experts, tokens, 6, device="cuda"
+        )[1:]
+
+    held = drawn(0)
+    out = torch.empty(tokens, 256, dtype=torch.bfloat16, device="cuda")
+
+    def call(given, out, scratch=None):
+        x = MXFP8(given[0], given[1].view(E8M0))
+        return mxfp4_moe(x, *given[2:], packed, limit=1.0, out=out, scratch=scratch)
+
+    call(held, out, scratch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(held, out, scratch)
+    for seed in (1, 2):
+        other = drawn(seed)
+        clean = call(other, None).clone()
+        other[1][tokens // 2] = 255  # NaN
+        for mine, new in zip(held, other, strict=True):
+            mine.view(torch.uint8).copy_(new.view(torch.uint8))
+        scratch.random_(0, 255)
+        graph.replay()
+        others = torch.arange(tokens, device="cuda") != tokens // 2
+        assert torch.equal(out[others], clean[others]) and clean.any()
+        assert out[tokens // 2].isnan().any() or (other[2][tokens // 2] < 0).all()
 
 
 @needs_gpu

@@ -262,12 +262,7 @@ def test_refusals(error: str) -> None:
 def on_a_gpu() -> tuple[V41FlashConfig, Any]:
     """A small model with its drafter, packed and prepared."""
     cfg = V41FlashConfig.tiny(hidden=256, inter=128)
-    model: Any = models.build(cfg, drafter=True).cuda().pack()
-    for layer in cfg.engram.layers:
-        store = model.layers[layer].engram.store
-        store.values, store.scale = (
-            t.view(torch.uint8).cuda().view(t.dtype) for t in (store.values, store.scale)
-        )
+    model: Any = models.on_gpu(cfg)
     prepare(cfg, max_requests=8, step_tokens=64)
     return cfg, model
 
