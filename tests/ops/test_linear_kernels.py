@@ -11,22 +11,16 @@ from dsv41._op import batch_invariant, use
 from dsv41.formats import E8M0, MXFP8, FP8Tiles, quantize_mxfp8
 from dsv41.ops import block_linear, block_linear_scratch, grouped_linear, linear, linear_scratch, pack_linear
 from dsv41.ops._tilelang import HERE, device_source
+from dsv41.ops.linear import tilelang_cuda as hopper
 from dsv41.ops.linear import tilelang_few_cuda as few
-from dsv41.ops.linear.api import FEW, FEW_ROWS, num_splits, split_tokens
+from dsv41.ops.linear.api import FEW, FEW_ROWS, last_tokens, num_splits
 from dsv41.parity import distance
 from tests.tools import triton_interp
-from tests.tools.cuda_emu import SHARED, available, emulate, tensor_map
+from tests.tools.cuda_emu import SHARED, EmulationError, available, emulate, tensor_map
 
 needs_gpp = pytest.mark.skipif(not available(), reason="needs g++")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 FOLDER = HERE.parent / "linear"
-# As in tilelang_cuda.py.
-TILES = {
-    "decode": (1, 2, 1, 128, 64),
-    "middle": (2, 1, 1, 128, 64),
-    "decode256": (1, 2, 1, 256, 64),
-    "large": (3, 1, 1, 128, 128),
-}
 
 
 def make_weight(rows, k, device="cpu", fp8=False) -> Any:
@@ -45,9 +39,9 @@ def make_rows(tokens, k, device="cpu"):
     return quantize_mxfp8(x.flatten(1))
 
 
-def emulate_block(x, w, tile, splits):
-    """`block_linear` launch by launch in the emulator."""
-    source = device_source(FOLDER / "block_gemm.cuh", wgmma={"e4m3_ss": (64, 128)})
+def emulate_block(x, w, tile, cluster, source=None, schedules=("late", "eager")):
+    """`block_linear` launch by launch in the emulator; ``cluster`` blocks share k."""
+    source = hopper.source() if source is None else source
     (values, scale), (wv, ws) = x.flat(), w.flat()
     (tokens, k), rows = values.shape, wv.shape[0]
     if isinstance(w, FP8Tiles):
@@ -56,38 +50,81 @@ def emulate_block(x, w, tile, splits):
         emulate(source, "blocks::coarsen", args, grid=-(-tokens * k // 8192), threads=256)
         values, scale = coarse, coarse_scale
     out = torch.zeros(tokens, rows, dtype=torch.bfloat16)
-    parts = torch.zeros(splits * tokens * rows)
-    template = ", ".join(map(str, (*TILES[tile], 4 if isinstance(w, FP8Tiles) else 1)))
-    wm, wn, m_blocks, columns, _ = TILES[tile]
-    args = [tensor_map(values, 64 * wm * m_blocks), scale, tensor_map(wv, columns), ws]
-    args += [tokens, rows, k, splits, out, parts, SHARED]
-    threads = 128 + 128 * wm * wn
-    emulate(source, f"blocks::linear<{template}>", args, grid=3, threads=threads, shared_bytes=232448)
-    if splits > 1:
-        args = [parts, splits, tokens * rows, out]
-        emulate(source, "blocks::reduce", args, grid=-(-tokens * rows // 1024), threads=256)
+    per = 4 if isinstance(w, FP8Tiles) else 1
+    wm, wn, _, columns, _ = hopper.TILES[tile]
+    call = f"blocks::linear<{', '.join(map(str, (*hopper.TILES[tile], per, cluster)))}>"
+    height = hopper.tile_rows(tile)
+    grid = 3 if cluster == 1 else -(-tokens // height) * -(-rows // columns) * cluster
+    args = [tensor_map(values, height), scale, tensor_map(wv, columns), ws, tokens, rows, k, out, SHARED]
+    size = hopper.shared_bytes(tile, 32 * per)
+    emulate(
+        source, call, args, grid=grid, threads=128 + 128 * wm * wn, shared_bytes=size, cluster=cluster,
+        schedules=schedules,
+    )  # fmt: skip
     return out
-
-
-CASES = [("decode", 9, 1), ("decode", 3, 2), ("middle", 70, 1), ("decode256", 5, 1)]
 
 
 @needs_gpp
 @pytest.mark.parametrize(
-    "tile, tokens, splits, fp8",
-    [(*case, fp8) for case in CASES for fp8 in (False, True)]
-    + [("large", 200, 1, True), ("large", 130, 2, True)],
-)
-def test_emulated_block_linear_is_the_reference(tile, tokens, splits, fp8):
+    "tile, tokens, cluster, fp8",
+    [
+        ("decode", 9, 1, False), ("decode", 70, 3, False), ("middle", 70, 1, False),
+        ("decode256", 5, 1, False), ("decode", 9, 2, True), ("middle", 70, 1, True), ("large", 200, 1, True),
+    ],
+)  # fmt: skip
+def test_emulated_block_linear_is_the_reference(tile, tokens, cluster, fp8):
     torch.manual_seed(0)
     x, w = make_rows(tokens, 384), make_weight(160, 384, fp8=fp8)
-    assert distance(emulate_block(x, w, tile, splits), block_linear(x, w)) < 1e-5
+    assert distance(emulate_block(x, w, tile, cluster), block_linear(x, w)) < 1e-5
+
+
+@needs_gpp
+def test_emulated_tiles_have_the_same_bits():
+    """Which tile a call takes, and which rows are beside one, changes nothing; a NaN stays in its row."""
+    torch.manual_seed(0)
+    x, w = make_rows(70, 384), make_weight(160, 384)
+    want = emulate_block(x, w, "middle", 2)
+    assert torch.equal(emulate_block(x, w, "decode192", 2), want)
+    x.values.view(torch.uint8)[1, 3] = 0x7F
+    got = emulate_block(MXFP8(x.values[:5], x.scale[:5]), w, "decode", 2)
+    others = torch.arange(5) != 1
+    assert got[1].isnan().all() and torch.equal(got[others], want[:5][others])
+
+
+FAULTS = {
+    "weights of another block ahead": ("(begin + ring.stage) * 128, tile.column", "begin * 128, tile.column"),
+    "tokens of the first share": (
+        "hopper::tile_copy(to, x, k * 128",
+        "hopper::tile_copy(to, x, (k - begin) * 128",
+    ),
+    "another row's scale": ("min(tile.row + word, tokens - 1)", "min(tile.row + word + 1, tokens - 1)"),
+    "another tile's scale": ("code[S::BM + n_group * SCALES + i]", "code[S::BM + i]"),
+    "scales of the block before": ("from[i] + 4 * (k - begin)", "from[i] + 4 * max(k - begin - 1, 0)"),
+    "a block of the cluster less": ("for (int r = 1; r < CLUSTER; ++r)", "for (int r = 2; r < CLUSTER; ++r)"),
+    "the next block's product": ("a[c] + (m * 8192", "a[0] + (m * 8192"),
+}
+
+
+@needs_gpp
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_block_linear_are_seen(fault):
+    torch.manual_seed(0)
+    x, w = make_rows(9, 640), make_weight(128, 640)
+    before, after = FAULTS[fault]
+    source = hopper.source()
+    assert source.count(before) == 1
+    try:
+        got = emulate_block(x, w, "decode", 2, source.replace(before, after), ("late",))
+    except EmulationError:
+        return  # the emulator stops it
+    assert not distance(got, block_linear(x, w)) < 1e-5
 
 
 def emulate_wide(x, w, tokens, groups, tile, splits=1, expanded=False):
     """The product of bf16 rows [tokens, groups * k]."""
     width, stages = tile
-    files = HERE / "hopper_store.cuh", FOLDER / "block_gemm.cuh", FOLDER / "grouped_gemm.cuh"
+    files = [HERE / f"hopper_{name}.cuh" for name in ("launch", "cluster", "store")]
+    files += [FOLDER / "block_gemm.cuh", FOLDER / "grouped_gemm.cuh"]
     source = device_source(*files, wgmma={"e4m3_ss": (64,), "bf16_rs": (width,)})
     values, scale = w.flat()
     rows, k = values.shape
@@ -119,10 +156,7 @@ def test_emulated_block_linear_of_many_tokens_is_the_reference():
     """Expanded to bf16, exactly; features that fill no tile."""
     torch.manual_seed(0)
     x, w = make_rows(133, 384), make_weight(160, 384)
-    source, wide = (
-        device_source(FOLDER / "block_gemm.cuh", wgmma={"e4m3_ss": (64,)}),
-        torch.empty(133, 384).bfloat16(),
-    )
+    source, wide = hopper.source(), torch.empty(133, 384).bfloat16()
     values, scale = x.flat()
     args = [values.view(torch.uint8), scale, 133 * 384, wide]
     emulate(source, "blocks::expand", args, grid=-(-133 * 384 // 4096), threads=256)
@@ -162,18 +196,18 @@ def test_packing_refuses():
 
 
 def test_scratch_grows_with_tokens():
-    sizes = [block_linear_scratch(n, 5120, 8192) for n in (0, 1, 64, 256, 257, 4096)]
-    assert sizes == sorted(sizes) and sizes[3] == sizes[4] < 256 * 5120 * 4 * 12 + 1024
+    sizes = [block_linear_scratch(n, 5120, 8192) for n in (0, 1, 64, 384, 385, 4096)]
+    assert sizes == sorted(sizes) and sizes[0] == sizes[3] and sizes[4] > 385 * 8192 * 2
     assert sizes[5] == 4096 * 8192 * 2 + 256
     assert block_linear_scratch(4096, 5120, 8192, "fp8") < 4096 * 8192 * 1.01
 
 
 def test_shares_of_k_depend_on_the_class_alone():
     for features, k in [(32768, 1280), (5120, 8192), (1792, 5120), (4608, 5120), (5120, 2304), (4096, 1280)]:
-        last = split_tokens(features)
-        classes = (range(129), range(129, last + 1), range(last + 1, last + 200))
+        last = last_tokens(features)
+        classes = (range(FEW + 1), range(FEW + 1, last + 1), range(last + 1, last + 200))
         shares = [{num_splits(n, features, k) for n in tokens} for tokens in classes]
-        assert [len(found) for found in shares] == [1, 1, 1] and shares[2] == {1}
+        assert [len(found) for found in shares] == [1, last > FEW, 1] and shares[2] == {1}
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["exact", "fp8"])
@@ -347,7 +381,7 @@ def test_gpu(name, tokens):
     first[row] = kept
     others = torch.arange(tokens, device="cuda") != row
     assert nan[row].isnan().any() and torch.equal(nan[others], got[others])
-    ends = (FEW, split_tokens(2304), 4096)
+    ends = (FEW, 256 if name == "grouped" else last_tokens(2304), 4096)
     if name in ("linear", "few"):  # the library, which takes the others, chooses by the number of rows
         ends = (FEW_ROWS,) if name == "few" and tokens <= FEW_ROWS else ()
     if ends:

@@ -123,29 +123,54 @@ _LINEAR = Op(
 
 FEW = 128  # tokens of the first class
 FEW_ROWS, FEW_FEATURES = 64, 512  # of a plain product that the kernel of few tokens takes
+# Blocks of a cluster, and how many clusters an H200 runs at once; any numbers are right.
+AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30}
 
 
 def few(tokens: int) -> bool:
-    """Whether a call is of the first class, in which exact calls multiply in FP8."""
+    """Whether a call is of the first class."""
     return tiling_tokens(tokens) <= FEW
 
 
-def split_tokens(features: int) -> int:
-    """The most tokens that are summed in shares of k: the end of the second class."""
-    return 512 if features <= 2048 else 256
+def last_tokens(features: int) -> int:
+    """The most tokens of a call of block_linear that is not of the last class, measured."""
+    return 512 if features <= 4096 else 384 if features <= 8192 else FEW
+
+
+def native(tokens: int, features: int) -> bool:
+    """Whether an exact call multiplies in FP8: in the classes before the last."""
+    return tiling_tokens(tokens) <= last_tokens(features)
 
 
 def num_splits(tokens: int, features: int, k: int) -> int:
-    """In how many shares the Hopper kernel sums over k: with few output tiles, several blocks share one.
+    """In how many shares block_linear sums over k on Hopper: where tiles are few, clusters share them.
 
     A pure function of (features, k) in each of the three classes; in the last there is one share.
     """
-    if tiling_tokens(tokens) > split_tokens(features):
+    if not native(tokens, features):
+        return 1
+    # Tiles of 128 features; the second class has about three of tokens.
+    tiles, blocks = -(-features // 128) * (1 if few(tokens) else 3), max(1, -(-k // 128))
+    best, least = 1, math.inf
+    for splits, at_once in AT_ONCE.items():  # a plain loop: torch.compile follows no min() by a key
+        # In blocks of k. The sums of a cluster take about as long as one for each of its blocks.
+        cost = -(-tiles // at_once) * (-(-blocks // splits) + (splits if splits > 1 else 0))
+        if splits <= blocks and cost < least:
+            best, least = splits, cost
+    return best
+
+
+def group_splits(tokens: int, rows: int, k: int) -> int:
+    """In how many shares grouped_linear sums over k on Hopper.
+
+    A pure function of (rows, k) in each of the classes: up to 128 tokens, up to 256 (512 with up to 2,048
+    rows) and more. In the last there is one share.
+    """
+    if tiling_tokens(tokens) > (512 if rows <= 2048 else 256):
         return 1
     launch, sums = (4, 1) if few(tokens) else (2, 8)  # the second pass, measured
-    tiles, blocks = -(-features // 128), max(1, -(-k // 128))
-
-    best, least = 1, math.inf  # a plain loop: torch.compile follows no min() by a key
+    tiles, blocks = -(-rows // 128), max(1, -(-k // 128))
+    best, least = 1, math.inf
     for splits in range(1, min(12, blocks) + 1):
         second = launch + sums * splits * tiles / 132 if splits > 1 else 0
         # In tiles of one block of k, of the busiest multiprocessor.
@@ -157,11 +182,11 @@ def num_splits(tokens: int, features: int, k: int) -> int:
 
 def scratch_parts(tokens: int, features: int, k: int, numerics: str) -> Parts:
     """The scratch of a call: activations of many tokens in bf16 ("exact") or coarser ones and their scales
-    ("fp8"), neither for "bf16" ones, and the sums of the shares of k.
+    ("fp8"); for "bf16" ones, those of grouped_linear, the sums of the shares of k.
     """
-    wide = 0 if numerics != "exact" or few(tokens) else tokens
+    wide = 0 if numerics != "exact" or native(tokens, features) else tokens
     coarse = tokens if numerics == "fp8" else 0
-    splits = num_splits(tokens, features, k)
+    splits = group_splits(tokens, features, k) if numerics == "bf16" else 1
     return [
         (torch.bfloat16, (wide, k)),
         (torch.uint8, (coarse, k)),
@@ -181,8 +206,8 @@ def block_linear_scratch(
 
     Returns:
         A pure function of the sizes and of ``batch_invariant()``: the activations once for "fp8", in bf16 for
-        more than 128 tokens of "exact" (any number inside), and up to 12 f32 results of at most 512 tokens
-        (none inside).
+        more than 512 tokens of "exact" (384 with more than 4,096 features, 128 with more than 8,192, any
+        number inside).
     """
     name = "block_linear_scratch"
     check_sizes(name, num_tokens=num_tokens)
@@ -195,7 +220,7 @@ def block_linear_scratch(
 @functools.lru_cache(4096)
 def _scratch_bytes(tokens: int, features: int, k: int, numerics: str, _: bool) -> int:
     """Asked for in every call: an eager step is as fast as its host."""
-    ends = tokens, min(tokens, split_tokens(features)), min(tokens, FEW)
+    ends = (min(tokens, end) for end in (tokens, 512, 384, 256, FEW))  # of the classes
     return max(parts_bytes(scratch_parts(n, features, k, numerics)) for n in ends)
 
 
@@ -257,8 +282,9 @@ def block_linear(
 
     Contract: no host sync; graph-safe; allocates only what is None (and the quantised x); the same bits on
         every run; on Hopper a row's bits do not depend on the other rows, nor on their number within 0 to 128
-        tokens, 129 to 256 (512 with at most 2,048 features) and more; "exact" multiplies more than 128 in
-        bf16, for w's scales of 2^-69 to 2^55.
+        tokens, 129 to 512 (384 with more than 4,096 features, none with more than 8,192) and more; "exact"
+        multiplies the last class in bf16, for w's scales of 2^-69 to 2^55. There w may be read while the
+        launch in front of this one runs, which must not write it.
     Reference: dsv41_reference.linear.block_linear
     """
     name = "block_linear"
@@ -298,8 +324,9 @@ def grouped_linear(
     Returns:
         [num_tokens, groups, rank] bf16; ``out`` itself when it was given.
 
-    Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run; on Hopper as
-        ``block_linear`` in the bits of a row, for scales of 2^-69 to 2^55.
+    Contract: no host sync; graph-safe; allocates only what is None; the same bits on every run; on Hopper a
+        row's bits do not depend on the other rows, nor on their number within 0 to 128 tokens, 129 to 256
+        (512 with at most 2,048 rows of w) and more, for scales of 2^-69 to 2^55.
     Reference: dsv41_reference.linear.grouped_linear
     """
     name = "grouped_linear"

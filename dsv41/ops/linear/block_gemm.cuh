@@ -6,7 +6,7 @@
 // approximated. The tensor cores align the 32 products to 13 bits behind the largest one before they add them.
 // Tokens are the A operand: a thread has two tokens and few scales. One thread runs the copy engine, two or three
 // consumer groups multiply; each accumulates MB x 64 tokens x COLUMNS features. The order of a sum depends on K
-// and the number of splits only.
+// and the number of blocks in a cluster only.
 #pragma once
 
 namespace blocks {
@@ -20,12 +20,15 @@ struct Shape {
   static_assert((GROUPS == 2 || GROUPS == 3) && 4 % PROMOTE == 0);
   static constexpr int BM = 64 * MB * WM, COLUMNS = BN / WN, UNITS = COLUMNS / UNIT;
   // Products in flight, as registers allow: each takes long, above all with few rows.
-  static constexpr int BUFFERS = GROUPS == 3 || MB * UNIT > 128 ? 1 : MB * COLUMNS + 4 * UNIT <= 384 ? 4 : 2;
+  static constexpr int BUFFERS = UNIT > 64 ? 1 : GROUPS == 3 ? 2 : MB * COLUMNS + 4 * UNIT <= 384 ? 4 : 2;
   static constexpr int WMS = WM, MBS = MB, BNS = BN, UNITN = UNIT, STEPS = 4 / PROMOTE, PER_STEP = PROMOTE;
   static constexpr int TILE = 128 / STEPS;  // features and k that share a scale
-  static constexpr int STAGE = (BM + BN) * BLOCK_K;
+  // A stage: tokens, weights, and the scale codes of both, a word a row (PROMOTE = 1).
+  static constexpr int COPIED = (BM + BN) * BLOCK_K, WORDS = PROMOTE == 1 ? BM + BN / 32 : 0;
+  static constexpr int STAGE = COPIED + (4 * WORDS + 1023) / 1024 * 1024;
   static constexpr int FIT = (232448 - 256) / STAGE, STAGES = FIT < 12 ? FIT : 12;
   static constexpr int BYTES = STAGES * STAGE + 256;
+  static constexpr int EARLY = 2;  // stages whose weights are asked for before the launch in front has ended
   // Registers of a producer and of a consumer thread: no more than the block has, or it waits for ever.
   static constexpr int PRODUCER = GROUPS == 2 ? 40 : 32, CONSUMER = GROUPS == 2 ? 232 : 160;
   static_assert(128 * PRODUCER + 128 * GROUPS * CONSUMER <= 65536 / THREADS / 8 * 8 * THREADS);
@@ -50,6 +53,11 @@ __device__ __forceinline__ float power(uint32_t codes, int index) {
   return __uint_as_float((index == 0 ? codes << 23 : codes >> (8 * index) << 23) & 0x7F800000u);
 }
 
+template <int N>
+struct Count {
+  static constexpr int VALUE = N;
+};
+
 // Where a warp group stands in the ring of stages.
 struct Ring {
   int stage;
@@ -69,11 +77,10 @@ __device__ __forceinline__ uint64_t* full_at(uint8_t* shared, int stage) {
 template <class S>
 __device__ __forceinline__ uint64_t* empty_at(uint8_t* shared, int stage) { return full_at<S>(shared, stage) + 12; }
 
-// The scale codes of one block of k: four codes a word (PROMOTE 1) or one.
+// The scale codes of a stage's rows of tokens and, from BM on, of its tiles of weights.
 template <class S>
-__device__ __forceinline__ uint32_t codes(const uint8_t* scale) {
-  if constexpr (S::STEPS == 4) return __ldg(reinterpret_cast<const uint32_t*>(scale));
-  return __ldg(scale);
+__device__ __forceinline__ uint32_t* codes_at(uint8_t* shared, int stage) {
+  return reinterpret_cast<uint32_t*>(shared + stage * S::STAGE + S::COPIED);
 }
 
 __device__ __forceinline__ uint32_t pair_bf16(float low, float high) {
@@ -92,18 +99,44 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&p)[4], int lane
   return high ? make_uint4(r0, r1, b0, b1) : make_uint4(a0, a1, r0, r1);
 }
 
-// x [tokens, K] and x_scale [tokens, K / TILE]; w [features, K] and w_scale [features / TILE, K / TILE]. With
-// splits > 1, `parts` [splits, tokens, features] gets the sums of each share of K, else `out` [tokens, features].
-template <int WM, int WN, int MB, int BN, int UNIT, int PROMOTE, class Map>
+// Adds the sums of all blocks of a cluster in order, in memory that none of them uses any more: block `rank` those of a
+// share of each thread's pieces, which give(piece) tells and take(piece, sums) takes.
+template <int CLUSTER, int PIECES, class Give, class Take>
+__device__ __forceinline__ void add_in_cluster(uint8_t* shared, int rank, int thread, int threads, const Give& give,
+                                               const Take& take) {
+  constexpr int EACH = (PIECES + CLUSTER - 1) / CLUSTER;
+  float4* sums = reinterpret_cast<float4*>(shared) + thread;
+  hopper::cluster_barrier();  // all have multiplied
+#pragma unroll
+  for (int j = 0; j < PIECES; ++j)
+    hopper::cluster_store(hopper::cluster_address(sums + (rank * EACH + j % EACH) * threads, j / EACH), give(j));
+  hopper::cluster_barrier();  // all sums are there
+#pragma unroll
+  for (int e = 0; e < EACH; ++e) {
+    if (rank * EACH + e >= PIECES) break;
+    float4 sum = sums[e * threads];
+#pragma unroll
+    for (int r = 1; r < CLUSTER; ++r) {
+      float4 more = sums[(r * EACH + e) * threads];
+      sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+    }
+    take(rank * EACH + e, sum);
+  }
+}
+
+// x [tokens, K] and x_scale [tokens, K / TILE]; w [features, K] and w_scale [features / TILE, K / TILE]; `out` [tokens,
+// features]. CLUSTER blocks share K and one tile, and add their sums; alone, a block goes on from tile to tile.
+template <int WM, int WN, int MB, int BN, int UNIT, int PROMOTE, int CLUSTER, class Map>
 __device__ __forceinline__ void linear(const Map& x, const uint8_t* x_scale, const Map& w, const uint8_t* w_scale,
-                                       int tokens, int features, int K, int splits, void* out, float* parts, uint8_t* shared) {
+                                       int tokens, int features, int K, void* out, uint8_t* shared) {
   using S = Shape<WM, WN, MB, BN, UNIT, PROMOTE>;
   // The shuffle tells the compiler that a warp has one role, so that addresses can be scalars.
   int role = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127, blocks_k = K / BLOCK_K;
-  int total = (features + BN - 1) / BN * ((tokens + S::BM - 1) / S::BM) * splits;
+  int total = (features + BN - 1) / BN * ((tokens + S::BM - 1) / S::BM) * CLUSTER, groups = K / S::TILE;
+  constexpr bool CARRIED = S::WORDS > 0;  // scale codes come in the stages, copied by 96 threads
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {
-      hopper::barrier_init(full_at<S>(shared, i), 1);
+      hopper::barrier_init(full_at<S>(shared, i), CARRIED ? 97 : 1);
       hopper::barrier_init(empty_at<S>(shared, i), 4 * S::GROUPS);
     }
     hopper::fence_barrier_init();
@@ -113,106 +146,191 @@ __device__ __forceinline__ void linear(const Map& x, const uint8_t* x_scale, con
 
   if (role == 0) {
     hopper::registers_shrink<S::PRODUCER>();
-    if (thread != 0) return;
-    for (int work = blockIdx.x; work < total; work += gridDim.x) {
-      Tile tile = tile_of<S>(work, tokens, features, splits);
-      int begin = tile.split * blocks_k / splits, end = (tile.split + 1) * blocks_k / splits;
-      for (int k = begin; k < end; ++k) {
-        uint64_t* full = full_at<S>(shared, ring.stage);
-        hopper::barrier_wait(empty_at<S>(shared, ring.stage), ring.phase ^ 1);
-        hopper::barrier_expect(full, S::STAGE);
-        uint8_t* to = tokens_at<S>(shared, ring.stage);
-        hopper::tile_copy(to + S::BM * 128, w, k * 128, tile.column, full);
-        hopper::tile_copy(to, x, k * 128, tile.row, full);
-        ring.template next<S::STAGES>();
+    if (thread == 0) {
+      // Weights of the first stages, which no launch in front of this one writes.
+      int ahead = 0;
+      if (blockIdx.x < total) {
+        Tile tile = tile_of<S>(blockIdx.x, tokens, features, CLUSTER);
+        int begin = tile.split * blocks_k / CLUSTER, end = (tile.split + 1) * blocks_k / CLUSTER;
+        for (ahead = min(end - begin, S::EARLY); ring.stage < ahead; ++ring.stage) {
+          hopper::barrier_expect(full_at<S>(shared, ring.stage), S::COPIED);
+          hopper::tile_copy(tokens_at<S>(shared, ring.stage) + S::BM * 128, w, (begin + ring.stage) * 128, tile.column,
+                            full_at<S>(shared, ring.stage));
+        }
+        ring.stage = 0;
       }
+      hopper::wait_for_launch();
+      hopper::let_next_launch();
+      for (int work = blockIdx.x; work < total; work += gridDim.x) {
+        Tile tile = tile_of<S>(work, tokens, features, CLUSTER);
+        int begin = tile.split * blocks_k / CLUSTER, end = (tile.split + 1) * blocks_k / CLUSTER;
+        for (int k = begin; k < end; ++k) {
+          uint64_t* full = full_at<S>(shared, ring.stage);
+          uint8_t* to = tokens_at<S>(shared, ring.stage);
+          if (--ahead < 0) {
+            hopper::barrier_wait(empty_at<S>(shared, ring.stage), ring.phase ^ 1);
+            hopper::barrier_expect(full, S::COPIED);
+            hopper::tile_copy(to + S::BM * 128, w, k * 128, tile.column, full);
+          }
+          hopper::tile_copy(to, x, k * 128, tile.row, full);
+          ring.template next<S::STAGES>();
+        }
+      }
+    }
+    if constexpr (CARRIED) {
+      if (thread < 32) return;
+      hopper::wait_for_launch();
+      for (int work = blockIdx.x; work < total; work += gridDim.x) {
+        Tile tile = tile_of<S>(work, tokens, features, CLUSTER);
+        int begin = tile.split * blocks_k / CLUSTER, end = (tile.split + 1) * blocks_k / CLUSTER;
+        constexpr int COUNT = (S::WORDS + 95) / 96;
+        const uint8_t* from[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+          int word = thread - 32 + 96 * i;
+          int row = min(tile.row + word, tokens - 1), at = min(tile.column / 32 + word - S::BM, (features + 31) / 32 - 1);
+          from[i] = (word < S::BM ? x_scale + static_cast<int64_t>(row) * groups : w_scale + static_cast<int64_t>(at) * groups) + 4 * begin;
+        }
+        for (int k = begin; k < end; ++k) {
+          hopper::barrier_wait(empty_at<S>(shared, ring.stage), ring.phase ^ 1);
+#pragma unroll
+          for (int i = 0; i < COUNT; ++i) {
+            int word = thread - 32 + 96 * i;
+            if (word < S::WORDS) hopper::copy_4(codes_at<S>(shared, ring.stage) + word, from[i] + 4 * (k - begin));
+          }
+          hopper::barrier_arrive_copies(full_at<S>(shared, ring.stage));
+          ring.template next<S::STAGES>();
+        }
+      }
+      hopper::copy_commit();
+      hopper::copy_wait<0>();
     }
     return;
   }
 
   hopper::registers_grow<S::CONSUMER>();
+  hopper::wait_for_launch();
   constexpr int ALL = S::STEPS * MB * S::UNITS, WIDE = UNIT / 8, SCALES = S::COLUMNS / S::TILE ? S::COLUMNS / S::TILE : 1;
   int m_group = WM == 1 ? 0 : role - 1, n_group = WM == 1 ? role - 1 : 0;
   int warp = thread >> 5, lane = thread & 31, row_in = m_group * MB * 64 + warp * 16 + (lane >> 2);
-  int groups = K / S::TILE;
   for (int work = blockIdx.x; work < total; work += gridDim.x) {
-    Tile tile = tile_of<S>(work, tokens, features, splits);
-    int begin = tile.split * blocks_k / splits, end = (tile.split + 1) * blocks_k / splits;
+    Tile tile = tile_of<S>(work, tokens, features, CLUSTER);
+    int begin = tile.split * blocks_k / CLUSTER, end = (tile.split + 1) * blocks_k / CLUSTER;
     int column = tile.column + n_group * S::COLUMNS;
     int x_from[MB][2], w_from[SCALES];  // a step's scales are far below 2^31 bytes
     uint32_t x_codes[MB][2], w_codes[SCALES];
-#pragma unroll
-    for (int m = 0; m < MB; ++m)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        int row = min(tile.row + row_in + m * 64 + h * 8, tokens - 1);
-        x_from[m][h] = row * groups + begin * S::STEPS;
-        x_codes[m][h] = codes<S>(x_scale + x_from[m][h]);
-      }
-#pragma unroll
-    for (int i = 0; i < SCALES; ++i) {
-      int at = min((column + i * S::TILE) / S::TILE, (features + S::TILE - 1) / S::TILE - 1);
-      w_from[i] = at * groups + begin * S::STEPS;
-      w_codes[i] = codes<S>(w_scale + w_from[i]);
-    }
-    float acc[MB][S::UNITS][UNIT / 2] = {}, part[S::BUFFERS][UNIT / 2] = {};
-#pragma unroll 1
-    for (int k = begin; k < end; ++k) {
-      uint32_t xs[MB][2];
+    if constexpr (!CARRIED) {
 #pragma unroll
       for (int m = 0; m < MB; ++m)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) xs[m][h] = x_codes[m][h];
-      uint32_t ws[SCALES];
+        for (int h = 0; h < 2; ++h) {
+          int row = min(tile.row + row_in + m * 64 + h * 8, tokens - 1);
+          x_from[m][h] = row * groups + begin;
+          x_codes[m][h] = __ldg(x_scale + x_from[m][h]);
+        }
 #pragma unroll
-      for (int i = 0; i < SCALES; ++i) ws[i] = w_codes[i];
-      if (k + 1 < end) {  // the next block's codes arrive while this one is multiplied
-#pragma unroll
-        for (int m = 0; m < MB; ++m)
-#pragma unroll
-          for (int h = 0; h < 2; ++h) x_codes[m][h] = codes<S>(x_scale + (x_from[m][h] += S::STEPS));
-#pragma unroll
-        for (int i = 0; i < SCALES; ++i) w_codes[i] = codes<S>(w_scale + (w_from[i] += S::STEPS));
+      for (int i = 0; i < SCALES; ++i) {
+        int at = min((column + i * S::TILE) / S::TILE, (features + S::TILE - 1) / S::TILE - 1);
+        w_from[i] = at * groups + begin;
+        w_codes[i] = __ldg(w_scale + w_from[i]);
       }
-      hopper::barrier_wait(full_at<S>(shared, ring.stage), ring.phase);
-      uint8_t* stage = tokens_at<S>(shared, ring.stage);
-      uint64_t a = hopper::tile_descriptor(hopper::smem_address(stage + m_group * MB * 8192));
-      uint64_t b = hopper::tile_descriptor(hopper::smem_address(stage + (S::BM + n_group * S::COLUMNS) * 128));
-      // Product i: step i / (MB * UNITS) of k, tokens m, features u; the next one runs while this one is added.
+    }
+    float acc[MB][S::UNITS][UNIT / 2] = {}, part[S::BUFFERS][UNIT / 2] = {};
+    // COUNT blocks of k: while the products of one are added, those of the next run.
+    auto multiply = [&](auto count, bool last) {
+      constexpr int COUNT = decltype(count)::VALUE, PRODUCTS = COUNT * ALL;
+      uint32_t xs[COUNT][MB][2], ws[COUNT][SCALES];
+      uint64_t a[COUNT], b[COUNT];
+      int stages[COUNT];
+#pragma unroll
+      for (int c = 0; c < COUNT; ++c) {
+        stages[c] = ring.stage;
+        if constexpr (!CARRIED) {
+#pragma unroll
+          for (int m = 0; m < MB; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) xs[c][m][h] = x_codes[m][h];
+#pragma unroll
+          for (int i = 0; i < SCALES; ++i) ws[c][i] = w_codes[i];
+          if (!last) {  // the next block's codes arrive while this one is multiplied
+#pragma unroll
+            for (int m = 0; m < MB; ++m)
+#pragma unroll
+              for (int h = 0; h < 2; ++h) x_codes[m][h] = __ldg(x_scale + ++x_from[m][h]);
+#pragma unroll
+            for (int i = 0; i < SCALES; ++i) w_codes[i] = __ldg(w_scale + ++w_from[i]);
+          }
+        }
+        hopper::barrier_wait(full_at<S>(shared, ring.stage), ring.phase);
+        uint8_t* stage = tokens_at<S>(shared, ring.stage);
+        a[c] = hopper::tile_descriptor(hopper::smem_address(stage + m_group * MB * 8192));
+        b[c] = hopper::tile_descriptor(hopper::smem_address(stage + (S::BM + n_group * S::COLUMNS) * 128));
+        if constexpr (CARRIED) {
+          const uint32_t* code = codes_at<S>(shared, ring.stage);
+#pragma unroll
+          for (int m = 0; m < MB; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) xs[c][m][h] = code[row_in + m * 64 + h * 8];
+#pragma unroll
+          for (int i = 0; i < SCALES; ++i) ws[c][i] = code[S::BM + n_group * SCALES + i];
+        }
+        ring.template next<S::STAGES>();
+      }
+      // Product i: block i / ALL, step i / (MB * UNITS) of k, tokens m, features u; others run while it is added.
       auto issue = [&](int i) {
-        int step = i / (MB * S::UNITS), m = i / S::UNITS % MB, u = i % S::UNITS;
+        int c = i / ALL, step = i % ALL / (MB * S::UNITS), m = i / S::UNITS % MB, u = i % S::UNITS;
         hopper::wgmma_fence();
 #pragma unroll
         for (int p = 0; p < PROMOTE; ++p)
-          hopper::wgmma_e4m3_ss(part[i % S::BUFFERS], a + (m * 8192 + (step * PROMOTE + p) * 32) / 16,
-                                b + (u * UNIT * 128 + (step * PROMOTE + p) * 32) / 16, p > 0);
+          hopper::wgmma_e4m3_ss(part[i % S::BUFFERS], a[c] + (m * 8192 + (step * PROMOTE + p) * 32) / 16,
+                                b[c] + (u * UNIT * 128 + (step * PROMOTE + p) * 32) / 16, p > 0);
         hopper::wgmma_commit();
       };
 #pragma unroll
-      for (int i = 0; i < S::BUFFERS - 1 && i < ALL; ++i) issue(i);
+      for (int i = 0; i < S::BUFFERS - 1 && i < PRODUCTS; ++i) issue(i);
 #pragma unroll
-      for (int i = 0; i < ALL; ++i) {
-        if (i + S::BUFFERS - 1 < ALL) issue(i + S::BUFFERS - 1);
-        int later = min(S::BUFFERS - 1, ALL - 1 - i);  // products that may still run
+      for (int i = 0; i < PRODUCTS; ++i) {
+        if (i + S::BUFFERS - 1 < PRODUCTS) issue(i + S::BUFFERS - 1);
+        int later = min(S::BUFFERS - 1, PRODUCTS - 1 - i);  // products that may still run
         if (later == 3) hopper::wgmma_wait<3>();
         if (later == 2) hopper::wgmma_wait<2>();
         if (later == 1) hopper::wgmma_wait<1>();
         if (later == 0) hopper::wgmma_wait<0>();
-        if (i + 1 == ALL && lane == 0) hopper::barrier_arrive(empty_at<S>(shared, ring.stage));
+        if (i % ALL + 1 == ALL && lane == 0) hopper::barrier_arrive(empty_at<S>(shared, stages[i / ALL]));
         hopper::keep(part[i % S::BUFFERS]);
-        int step = i / (MB * S::UNITS), m = i / S::UNITS % MB, u = i % S::UNITS;
+        int c = i / ALL, step = i % ALL / (MB * S::UNITS), m = i / S::UNITS % MB, u = i % S::UNITS;
 #pragma unroll
         for (int j = 0; j < WIDE; ++j) {
-          float scale = power(ws[(u * UNIT + 8 * j) / S::TILE], step);
-          float low = power(xs[m][0], step) * scale, high = power(xs[m][1], step) * scale;
+          float scale = power(ws[c][(u * UNIT + 8 * j) / S::TILE], step);
+          float low = power(xs[c][m][0], step) * scale, high = power(xs[c][m][1], step) * scale;
           float* sum = acc[m][u] + 4 * j;
           const float* more = part[i % S::BUFFERS] + 4 * j;
           sum[0] += more[0] * low, sum[1] += more[1] * low, sum[2] += more[2] * high, sum[3] += more[3] * high;
         }
       }
-      ring.template next<S::STAGES>();
-    }
+    };
+    constexpr int COUNT = CARRIED ? 2 : 1;
+    int k = begin;
+#pragma unroll 1
+    for (; k + COUNT <= end; k += COUNT) multiply(Count<COUNT>{}, k + COUNT == end);
+    if constexpr (COUNT == 2)
+      if (k < end) multiply(Count<1>{}, true);
 
+    if constexpr (CLUSTER > 1) {
+      auto give = [&](int j) {
+        const float* sum = acc[j / WIDE / S::UNITS][j / WIDE % S::UNITS] + 4 * (j % WIDE);
+        return make_float4(sum[0], sum[1], sum[2], sum[3]);
+      };
+      auto take = [&](int j, float4 sum) {
+        int row = tile.row + row_in + j / WIDE / S::UNITS * 64;
+        int at = column + j / WIDE % S::UNITS * UNIT + j % WIDE * 8 + 2 * (lane & 3);
+        uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(out) + static_cast<int64_t>(row) * features + at);
+        if (row < tokens && at < features) to[0] = pair_bf16(sum.x, sum.y);
+        if (row + 8 < tokens && at < features) to[4 * features] = pair_bf16(sum.z, sum.w);
+      };
+      add_in_cluster<CLUSTER, MB * S::UNITS * WIDE>(shared, tile.split, threadIdx.x - 128, 128 * S::GROUPS, give, take);
+      return;
+    }
 #pragma unroll
     for (int m = 0; m < MB; ++m)
 #pragma unroll
@@ -224,15 +342,6 @@ __device__ __forceinline__ void linear(const Map& x, const uint8_t* x_scale, con
           for (int j = 0; j < WIDE; j += 4) {
             int at = column + u * UNIT + 8 * j;  // 32 features
             const float* sum = acc[m][u] + 4 * j + 2 * h;
-            if (splits > 1) {
-              if (row < tokens && at < features) {
-                float* to = parts + (static_cast<int64_t>(tile.split) * tokens + row) * features + at + 2 * (lane & 3);
-#pragma unroll
-                for (int c = 0; c < 4; ++c)
-                  *reinterpret_cast<float2*>(to + 8 * c) = make_float2(sum[4 * c], sum[4 * c + 1]);
-              }
-              continue;
-            }
             uint32_t p[4];
 #pragma unroll
             for (int c = 0; c < 4; ++c) p[c] = pair_bf16(sum[4 * c], sum[4 * c + 1]);

@@ -12,6 +12,7 @@ inline void barrier_expect(uint64_t* bar, uint32_t bytes) { emu::barrier_arrive(
 inline void barrier_wait(uint64_t* bar, uint32_t parity) { emu::barrier_wait(bar, parity); }
 inline void barrier_arrive_copies(uint64_t* bar) { emu::barrier_arrive_copies(bar); }
 inline void named_barrier(int id, int threads) { emu::sync_block("named_barrier", id, threads, true); }
+inline bool named_barrier_any(int id, int threads, bool mine) { return emu::sync_any("named_barrier_any", id, threads, mine); }
 inline void named_barrier_arrive(int id, int threads) { emu::sync_block("named_barrier_arrive", id, threads, false); }
 
 inline void bulk_copy(void* dst, const void* src, uint32_t bytes, uint64_t* bar) { emu::bulk_copy(dst, src, bytes, bar); }
@@ -55,6 +56,9 @@ template <int PENDING>
 inline void wgmma_wait() { emu::wgmma_wait(PENDING); }
 template <int N>
 inline void keep(float (&)[N]) {}
+
+inline void wait_for_launch() {}
+inline void let_next_launch() {}
 
 inline void cluster_barrier() { emu::cluster_barrier(); }
 inline uint32_t cluster_address(const void* p, uint32_t rank) { return emu::cluster_address(p, rank); }
