@@ -3,6 +3,7 @@
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,7 +112,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_refused(
             lambda b=wrong: mega_experts(b, experts), r"a buffer of \(8, 256, 128\) slots of all ranks"
         )
-    folded = MXFP4Experts(*experts.flat()[:4], layout="hopper exact 127 127")
+    folded = replace(experts, layout="hopper exact 127 127")
     assert_refused(lambda: mega_experts(buffer, folded), "experts in the plain layout, got hopper")
     made = mega_experts(buffer, experts)
     x = quantize_mxfp8(torch.randn(5, HIDDEN).to(BF16))
