@@ -323,7 +323,7 @@ INDEX: list[Mutation] = [
         "dsv41.ops.index.tilelang_cuda:source",
         'return device_source(*paths, wgmma={"e4m3_rs": widths} if widths else None)',
         'return device_source(*paths, wgmma={"e4m3_rs": widths} if widths else None)'
-        ".replace('(kTile + kTile / 4 * 3)', 'kTile')",
+        ".replace('kAhead = kGroups', 'kAhead = (kGroups - 1)')",
         "tests.ops.test_index_hopper:check_full_lists('plain', 1, 'first')",
     ),
     (
@@ -331,7 +331,7 @@ INDEX: list[Mutation] = [
         "dsv41.ops.index.tilelang_cuda:source",
         'return device_source(*paths, wgmma={"e4m3_rs": widths} if widths else None)',
         'return device_source(*paths, wgmma={"e4m3_rs": widths} if widths else None)'
-        ".replace('kBlockCap - kAhead / kQuad', 'kBlockCap - kGroups * kRound * kTile / kQuad')",
+        ".replace('kBlockCap - kAhead / kQuad', 'kBlockCap - kAhead / kQuad / 2')",
         "tests.ops.test_index_hopper:check_full_lists('publishing', 1, 'first')",
     ),
 ]

@@ -33,6 +33,16 @@ __device__ __forceinline__ void meet(int id, int) {
       "again:\\n mbarrier.try_wait.shared::cta.b64 done, [%0], %1;\\n"
       "@done bra ready;\\n bra again;\\nready:\\n}\\n" ::"r"(bar), "l"(state) : "memory");
 }
+__device__ __forceinline__ bool any(int id, int threads, bool mine) {
+  __shared__ int said[16];
+  if (threadIdx.x % 128 == 0) said[id] = 0;
+  meet(id, threads);
+  if (mine) atomicOr(&said[id], 1);
+  meet(id, threads);
+  const bool found = atomicOr(&said[id], 0) != 0;
+  meet(id, threads);
+  return found;
+}
 }  // namespace racecheck
 
 """
@@ -43,6 +53,7 @@ def meet_at_mbarriers() -> None:
     source = tilelang_cuda.source
     changes = {
         "hopper::named_barrier(": "racecheck::meet(",
+        "hopper::named_barrier_any(": "racecheck::any(",
         "namespace choose {": MEETING + "namespace choose {",
         "if (tid == 0) share->unit = -1;": "if (tid == 0) share->unit = -1;\n  racecheck::init(tid);",
     }

@@ -314,6 +314,23 @@ __device__ void body(int* out, int* count) {
     assert (out == torch.tensor([1, 2, 3, 4] if schedule == "first" else [4, 3, 2, 1])).all()
 
 
+@pytest.mark.parametrize("schedule", ["late", "first", "last"])
+def test_what_one_thread_says_all_of_a_barrier_hear(schedule: str) -> None:
+    """In each of two groups another thread says so, in the rounds that are its own."""
+    source = """
+__device__ void body(int* out) {
+  const int t = threadIdx.x, group = t / 128;
+  for (int round = 0; round < 5; ++round) {
+    const bool mine = t == 7 + 130 * group && round % 2 == group;
+    out[256 * round + t] = hopper::named_barrier_any(1 + group, 128, mine);
+  }
+}"""
+    out = torch.full((5, 2, 128), 7, dtype=torch.int32)
+    args = {"grid": 1, "threads": 256, "shared_bytes": 64, "schedules": (schedule,)}
+    emulate(device_source() + source, "body", [out], **args)
+    assert (out == (torch.arange(5)[:, None, None] % 2 == torch.arange(2)[:, None])).all()
+
+
 def test_misuse_is_named() -> None:
     divergent = "__device__ void body() { if (threadIdx.x < 16) __syncwarp(); }"
     with pytest.raises(EmulationError, match=r"deadlock(.|\n)*has ended(.|\n)*__syncwarp"):

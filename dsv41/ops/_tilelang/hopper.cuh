@@ -187,6 +187,17 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return out;
 }
 
+// A named barrier that tells all of its threads whether one of them has said so.
+__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool mine) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}\n"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(mine))
+      : "memory");
+  return any != 0;
+}
+
 // Instructions go above this line, with a twin in tests/tools/cuda_emu/emu_hopper.h; plain C++ goes below.
 }  // namespace hopper
 #endif  // DSV41_EMULATE

@@ -61,9 +61,9 @@ struct Shared : Extra<FORMAT> {
   static constexpr int kRound = FORMAT == kMXFP4 && !PUBLISH ? 2 : 1;
   static constexpr int kRing = FORMAT == kFP8 || (NQ > 1 && PUBLISH) ? 2 : PUBLISH ? 3 : 4;
   static constexpr int kCap = NQ > 1 && PUBLISH ? 1536 : 2048, kBlockCap = NQ > 1 ? 3072 : 4096;
-  // Lists are cut before they hold more. The warp that looks may be a round ahead of the other three of its group: what
-  // it does not see yet, and what all add before they look again, has room.
-  static constexpr int kAhead = kGroups * kRound * (kTile + kTile / 4 * 3);
+  // Lists are cut before they hold more. All warps of a group look after they have added, and the group goes by what any
+  // of them saw: one whose last look was before a list was full adds one more round to it.
+  static constexpr int kAhead = kGroups * kRound * kTile;
   static constexpr int kFull = kCap - kAhead, kBlockFull = kBlockCap - kAhead / kQuad;
   static_assert(kMost + (kCap - kMost) / 3 <= kFull, "lists that stop the groups are cut");
   // Where 16-byte piece `piece` of a key lies in a tile. kScaled: eight rows of a piece together, as a core of operands.
@@ -93,7 +93,6 @@ struct Shared : Extra<FORMAT> {
   int top[NQ][kHeads];
   bool plain[NQ];  // b and weight cannot hold the query
   int count[NQ], block_count[NQ];
-  int stop[2][4];  // of a group: a list is full
   bool ended[4];   // a group has no tile left
 };
 constexpr float kInfinite = __builtin_huge_valf();

@@ -316,6 +316,22 @@ struct Run : Choice<FORMAT, NQ, PUBLISH, SELECT> {
       const int entry = this->entry_of(stage, mine);
       const float scale = scale_of(scales, mine);
       const bool apart = __any_sync(~0u, !seen.all_fit()) || plain;
+      if (end - first == NQ && NQ % PAIR == 0 && !apart) {
+        // All queries: while the product of a pair is made, the sums of the one before meet and are taken.
+        float d[PAIR * 16], w[PAIR][8], x0, x1, y0, y1;
+        multiply(d, a, operand(0));
+#pragma unroll
+        for (int pair = 0; pair < NQ; pair += PAIR) {
+          load_weights(s, pair, c, w[0]), load_weights(s, pair + 1, c, w[1]);
+          hopper::wgmma_wait<0>();
+          hopper::keep(d);
+          weigh(d, w[0], x0, x1);
+          weigh(d + 16, w[1], y0, y1);
+          if (pair + PAIR < NQ) multiply(d, a, operand(pair + PAIR));
+          this->take(meet(x0, x1, y0, y1) * scale, pair + static_cast<int>(c >> 1), entry);
+        }
+        return;
+      }
 #pragma unroll 1
       for (int pair = first; pair < end; pair += PAIR) {
         float d[PAIR * 16], w[8], x0, x1, y0, y1;

@@ -138,26 +138,23 @@ struct List {
 // The group's warps are done with their round. Whether a list may not hold what all groups add before they look again:
 // the same in all threads of the group.
 template <bool SELECT, int FORMAT, int NQ, bool PUBLISH>
-__device__ __forceinline__ bool look(Shared<FORMAT, NQ, PUBLISH>& s, int group, int& turn, int tid) {
+__device__ __forceinline__ bool look(Shared<FORMAT, NQ, PUBLISH>& s, int group, int tid) {
   using S = Shared<FORMAT, NQ, PUBLISH>;
   const int lane = tid % 32;
-  if (SELECT && tid % 128 < 32) {
-    bool full = false;
-    if (lane < NQ) full = atomicAdd(&s.count[lane], 0) > S::kFull;  // others add to it meanwhile
-    else if (PUBLISH && lane >= 16 && lane < 16 + NQ) full = atomicAdd(&s.block_count[lane - 16], 0) > S::kBlockFull;
-    const bool any = __any_sync(~0u, full);
-    if (lane == 0) s.stop[turn][group] = any;
+  bool full = false;
+  if (!SELECT) {
+  } else if (lane < NQ) {
+    full = atomicAdd(&s.count[lane], 0) > S::kFull;  // others add to it meanwhile
+  } else if (PUBLISH && lane >= 16 && lane < 16 + NQ) {
+    full = atomicAdd(&s.block_count[lane - 16], 0) > S::kBlockFull;
   }
-  hopper::named_barrier(5 + group, 128);
-  const bool stop = SELECT && s.stop[turn][group] != 0;
-  turn ^= 1;
-  return stop;
+  return hopper::named_barrier_any(5 + group, 128, full);
 }
 
 // The groups take the tiles of a run in turn. When a list is full they meet, and teams cut the lists.
 template <int FORMAT, int NQ, bool PUBLISH, bool RESTRICT, bool SELECT>
 __device__ void score_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Feed<FORMAT, NQ, PUBLISH, RESTRICT>& feed,
-                          int unit, int first, int end, int& turn, int tid) {
+                          int unit, int first, int end, int tid) {
   using S = Shared<FORMAT, NQ, PUBLISH>;
   using P = Plan<NQ>;
   const int group = feed.group, team = tid / P::kTeam;
@@ -166,7 +163,7 @@ __device__ void score_run(const Args& args, Shared<FORMAT, NQ, PUBLISH>& s, Feed
   while (true) {
 #pragma unroll 1
     for (; tile < feed.count; feed.step()) {
-      if (look<SELECT>(s, group, turn, tid)) break;
+      if (look<SELECT>(s, group, tid)) break;
       feed.refill();
 #pragma unroll 1
       for (int i = 0; i < S::kRound; ++i, ++tile) {
@@ -269,7 +266,7 @@ __device__ void scan(const void* q, const void* q_scale, const void* weights, co
   if (share.unit < 0) return;
   R::open(s, tid);
   F feed(args, s, tid);
-  int left = share.each, offset = share.offset, turn = 0;
+  int left = share.each, offset = share.offset;
   for (int unit = share.unit; left > 0 && unit * NQ < tokens; ++unit, offset = 0) {
     const Rows rows(units, unit, lane);
     const int behind = rows.tiles + units.kExtra, stop = offset + left < behind ? offset + left : behind;
@@ -296,7 +293,7 @@ __device__ void scan(const void* q, const void* q_scale, const void* weights, co
         hopper::fence_async();
         choose::sync<P::kThreads>();
       }
-      if (from < to) score_run<FORMAT, NQ, PUBLISH, RESTRICT, SELECT>(args, s, feed, unit, member, after, turn, tid);
+      if (from < to) score_run<FORMAT, NQ, PUBLISH, RESTRICT, SELECT>(args, s, feed, unit, member, after, tid);
       start += count;
     }
     if constexpr (SELECT) {

@@ -252,6 +252,13 @@ int sync_count(int predicate, int* all) {
   return b.total;
 }
 
+bool sync_any(const char* what, int id, int count, bool mine) {
+  BlockBarrier& b = block_barriers[id];
+  b.sum += mine;
+  sync_block(what, id, count, true);
+  return b.total != 0;
+}
+
 void touch(const void* p, size_t count, bool write) { access(p, count, write); }
 void atomic_access(const void* p, size_t count) {
   const auto* a = static_cast<const uint8_t*>(p);

@@ -21,6 +21,7 @@ int lane();
 
 void sync_block(const char* what, int id, int count, bool blocking);
 int sync_count(int predicate, int* all);
+bool sync_any(const char* what, int id, int count, bool mine);
 void yield_now();
 void wait_for_count(const int* p, int count);
 
