@@ -342,11 +342,11 @@ def test_hyper_on_the_gpu(tokens: int) -> None:
 @on_gpu
 @pytest.mark.parametrize("tokens", [1, 65, 1100])
 def test_a_boundary_without_mixes_has_the_bits_of_one_with(tokens: int) -> None:
-    x, *params = (t.cuda() for t in mixing(tokens, 5120))
+    x, fn, base, scale = (t.cuda() for t in mixing(tokens, 5120))
     y, weight = (torch.randn(n, 5120, device="cuda").to(BF16) for n in (tokens, 1))
-    mixes = ops.mhc_mixes(x, *params, **MIXING)
+    mixes = ops.mhc_mixes(x, fn, base, scale, **MIXING)
     whole, alone = (
-        ops.mhc_boundary(y, x, mixes, *params, weight[0], mix=mix, **MIXING) for mix in (True, False)
+        ops.mhc_boundary(y, x, mixes, fn, base, scale, weight[0], mix=mix, **MIXING) for mix in (True, False)
     )
     for a, b in (
         (whole.x, alone.x),
