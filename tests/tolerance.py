@@ -14,8 +14,8 @@ ATTN_ERROR = 0.05
 ATTN_LSE = 8e-6
 
 # Experts against the reference, bf16 outputs, DeepGEMM's distance. On an H200 at full size (2026-11-30): bf16
-# products 1.6e-8; FP8 products up to 9.1e-6, since the tensor cores keep about 14 bits within 32 products, which
-# moves an inner activation by a code now and then.
+# products 1.6e-8; FP8 products up to 9.1e-6, since the tensor cores keep about 14 bits within 32 products,
+# which moves an inner activation by a code now and then.
 DOT_BF16 = 1e-5
 
 # The same where the first product's sums are exact: what is left is the second product's rounding to bf16.

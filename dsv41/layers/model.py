@@ -209,6 +209,10 @@ class V41Flash(nn.Module):
             )
             if replay is not None:
                 check_replay(self.cfg, replay, len(tokens), state.num_requests)
+            if rows is not None and rows.numel() and (rows.device.type == "cpu" or check_values()):
+                least, most = int(rows.min()), int(rows.max())
+                end = len(tokens) if replay is None else replay.plan.num_rows
+                check(least >= 0 and most < end, "V41Flash", f"rows: 0 to {end - 1}", f"{least} to {most}")
             floors = None if replay is None else replay.encoder_floor
             embedded = beside(lambda: self.embed_streams(tokens), tokens, SHORT)
             step = plan_step(state, positions, cu_seqlens, max_len, floors)
@@ -358,15 +362,15 @@ class V41Flash(nn.Module):
         check_tensor(name, "cu_seqlens", cu_seqlens, (state.num_requests + 1,), torch.int32, like=tokens)
         if rows is not None:
             check_tensor(name, "rows", rows, (None,), torch.int64, like=tokens)
-            if rows.numel() and (rows.device.type == "cpu" or check_values()):
-                inside = int(rows.min()) >= 0 and int(rows.max()) < count
-                check(inside, name, f"rows: 0 to {count - 1}", f"{int(rows.min())} to {int(rows.max())}")
         if draft_inputs is not None:
             width = len(self.cfg.draft.target_layers) * self.cfg.hidden
             check_tensor(name, "draft_inputs", draft_inputs, (count, width), torch.bfloat16, like=tokens)
         longest = count
         if tokens.device.type == "cpu" and state.num_requests:
-            longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+            lengths = cu_seqlens.diff()
+            rising = int(cu_seqlens[0]) == 0 and int(lengths.min()) >= 0 and int(cu_seqlens[-1]) <= count
+            check(rising, name, f"cu_seqlens: rising from 0 to at most {count}", cu_seqlens.tolist())
+            longest = int(lengths.max())
             if max_len is not None:
                 check_sizes(name, max(0, longest), max_len=max_len)
         if max_len is None:

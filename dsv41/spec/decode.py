@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._op import check, check_numbers, check_sizes, no_compile
+from .._op import check, check_numbers, check_sizes, check_values, no_compile
 from ..ops.draft import DraftBlock
 from ..ops.verify import split_budget_ragged, verify_drafts
 from ..ops.verify.api import MODES
@@ -103,6 +103,8 @@ class DecodeGraphs:
         self.confidence, self.count = confidence, count
         self.block: int = 1 if drafter is None else getattr(drafter, "block_size", 0)
         check(self.block >= 1, name, "drafter: what has a block_size and drafts", drafter)
+        self._written = 1 if drafter is None else self.block + 1  # tokens a request and step, at most
+        self._largest_token: int = getattr(getattr(model, "cfg", None), "vocab_size", 2**31) - 1
         back = drafter is None or self.block <= state.max_rollback
         check(back, name, f"a state that takes back {self.block} tokens", state.max_rollback)
         known = sizes is None or isinstance(sizes, Iterable)
@@ -163,13 +165,14 @@ class DecodeGraphs:
         Args:
             request: row of the state.
             anchor: the token that it emitted last and that its caches do not hold; an integer, or a tensor of
-                one on the device.
+                one on the device (there its value is looked at under ``DSV41_CHECK=1`` only).
             length: tokens that its caches hold.
             left: tokens that it may still emit, at least 1.
             temperature: 0 is greedy.
             seed: of its random stream.
             uid: of its random stream, other than those of all live requests; None is ``request``.
-            room: tokens that its pages hold; None is the state's capacity. `grow` raises it.
+            room: tokens that its pages hold, `grow` raises it. None is what the page table says on a CPU, and
+                the state's capacity on an accelerator, where a pool that is smaller than that needs it.
 
         Errors: ValueError for a live request, or one that has no room for its next token.
         """
@@ -180,6 +183,8 @@ class DecodeGraphs:
         else:
             one = anchor.numel() == 1 and anchor.dtype in (torch.int32, torch.int64)
             check(one, name, "anchor: one token id", anchor)
+        if not isinstance(anchor, torch.Tensor) or anchor.device.type == "cpu" or check_values():
+            check_sizes(name, 0, self._largest_token, anchor=int(anchor))
         check_sizes(name, 0, self.state.capacity, length=length)
         check_sizes(name, 1, 2**31 - 1, left=left)
         check_numbers(name, -math.inf, temperature=temperature)
@@ -190,7 +195,7 @@ class DecodeGraphs:
             check_sizes(name, 0, 2**48 - 1, uid=uid)
         self.catch_up()
         check(request not in self._live, name, "a request that is not live", request)
-        held: int = self.state.capacity if room is None else min(room, self.state.capacity)
+        held = self._held(name, request, room)
         check(length + 1 <= held, name, f"room for {length + 1} tokens of request {request}", held)
         uid = request if uid is None else uid
         taken = {self._uids[r] for r in self._live}
@@ -210,7 +215,18 @@ class DecodeGraphs:
         """The request's pages hold ``room`` tokens now."""
         self._check_live("DecodeGraphs.grow", request)
         check_sizes("DecodeGraphs.grow", room=room)
-        self._live[request].room = min(room, self.state.capacity)
+        self._live[request].room = self._held("DecodeGraphs.grow", request, room)
+
+    def _held(self, name: str, request: int, room: int | None) -> int:
+        """Tokens that a request's pages hold, as far as the host can know."""
+        held, table = self.state.capacity, getattr(self.state, "page_table", None)
+        if table is not None and table.device.type == "cpu":
+            free = (table[request] < 0).nonzero()
+            held = min(held, self.state.block * int(free[0, 0]) if len(free) else held)
+        elif table is not None and room is None:
+            pool = min((c.pages.shape[0] for c in self.state.compressed.values()), default=table.numel())
+            check(pool >= table.numel(), name, "room: tokens that its pages hold, for a pool", room)
+        return held if room is None else min(room, held)
 
     def cancel(self, request: int) -> None:
         """End a request now; its caches are the caller's again."""
@@ -240,7 +256,7 @@ class DecodeGraphs:
             emission.verified += verified
             # What ran since may have added up to a block and a token a step.
             known = self._live[r]
-            known.length = min(length + len(self._unread) * (self.block + 1), known.end)
+            known.length = min(length + len(self._unread) * self._written, known.end)
             if over:
                 ended.add(r)
                 del self._live[r]
@@ -283,7 +299,7 @@ class DecodeGraphs:
             self.run(*size)
         self.steps += 1
         for known in self._live.values():
-            known.length = min(known.length + self.block + 1, known.end)
+            known.length = min(known.length + self._written, known.end)
         free = next(host for host in self._host if all(host is not e.rows for e in self._unread))
         free.copy_(self.results, non_blocking=True)
         event = None
@@ -295,7 +311,7 @@ class DecodeGraphs:
 
     def _check_room(self, name: str) -> None:
         def short() -> list[tuple[int, int, int]]:
-            needed = ((r, min(k.length + self.block + 1, k.end), k.room) for r, k in self._live.items())
+            needed = ((r, min(k.length + self._written, k.end), k.room) for r, k in self._live.items())
             return [row for row in needed if row[1] > row[2]]
 
         if short():

@@ -252,6 +252,44 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("anchor", [-1, torch.tensor(-1), 101, torch.tensor([10**6])], ids=str)
+def test_an_anchor_that_is_no_token(anchor: Any) -> None:
+    """It would never end, or end in the model."""
+    model = models.model("micro")
+    state = V41State.allocate(model.cfg, 1, 64)
+    graphs = DecodeGraphs(model, state)
+    with pytest.raises(ValueError, match=r"DecodeGraphs\.admit: expected anchor: an integer of 0 "):
+        graphs.admit(0, anchor, length=0, left=2)
+    assert not graphs.live
+
+
+@pytest.mark.parametrize("pages", [1, 3])
+def test_the_page_table_says_how_far_a_request_goes(pages: int) -> None:
+    """A pool that requests share, and no room told: a step ends where the pages do, with nothing written."""
+    model = models.model("micro")
+    state = V41State.allocate(model.cfg, 2, 64, block=8, pages=16)
+    state.page_table[0, :pages] = torch.arange(pages, dtype=torch.int32)
+    state.page_table[1] = torch.arange(8, 16, dtype=torch.int32)
+    ids = torch.tensor([3, 1, 4, 5, 9], dtype=torch.int64)
+    cu = torch.tensor([0, 3, 5], dtype=torch.int32)
+    place = torch.tensor([0, 1, 2, 0, 1], dtype=torch.int32)
+    logits = model(ids, place, state, cu_seqlens=cu, rows=torch.tensor([2, 4]))
+    graphs = DecodeGraphs(model, state)
+    for r in range(2):
+        graphs.admit(r, logits[r].argmax(), length=3 - r, left=40)
+    with pytest.raises(ValueError, match=rf"pages for {8 * pages + 1} tokens of request 0 \(grow\), got"):
+        for _ in range(40):
+            before = [t.pages.clone() for t in state.compressed.values()]
+            lens = state.lens.clone()
+            graphs.step()
+    assert torch.equal(state.lens, lens) and int(lens[0]) == 8 * pages
+    assert all(torch.equal(a, b.pages) for a, b in zip(before, state.compressed.values(), strict=True))
+    state.page_table[0, pages] = 7
+    graphs.grow(0, 64)
+    graphs.step().read()
+    assert int(state.lens[0]) == 8 * pages + 1
+
+
 @pytest.mark.parametrize("error", ERRORS)
 def test_refusals(error: str) -> None:
     call, message = ERRORS[error]
