@@ -23,7 +23,7 @@ def experts(tokens: int) -> str:
 
 CHOICES = {
     "linear": lambda n: (linear.few(n), linear.num_splits(n, 5120, 8192)),
-    "grouped": lambda n: linear.num_splits(n, 5120, 4096),
+    "grouped": lambda n: linear.group_splits(n, 8192, 4096),
     "experts": experts,
     "attention": lambda n: num_splits_for(n, 64, 128, 512),
 }
