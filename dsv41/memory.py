@@ -97,8 +97,8 @@ class MemoryPlan:
         return self.block_bytes / self.block
 
     def tokens(self, requests: int) -> int:
-        """Tokens that ``requests`` sequences (the plan's ``max_requests`` at most) can hold together, in whole
-        pages and none above ``max_context``; 0 when nothing fits.
+        """Tokens that ``requests`` sequences (the plan's ``max_requests`` at most) can hold together, in
+        whole pages and none above ``max_context``; 0 when nothing fits.
         """
         check_sizes("MemoryPlan.tokens", 1, self.max_requests, requests=requests)
         if self.host_room < 0:

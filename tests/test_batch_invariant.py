@@ -106,7 +106,9 @@ def test_greedy_text_with_drafts_is_the_text_without(model: V41Flash) -> None:
         assert texts(drafter=model.mtp, budget=lambda step, survival: 7 * step % 40) == plain
         assert texts(chunk=3) == plain
         # A drafter that is right: most drafts stay.
-        oracle = OracleDrafter([p + t for p, t in zip(prompts, plain, strict=True)], 5, 490, error=0.2)
+        oracle = OracleDrafter(
+            [p + t for p, t in zip(prompts, plain, strict=True)], 5, model.cfg.vocab_size, error=0.2
+        )
         state = V41State.allocate(model.cfg, 16, 128, drafter=True, device="cuda")
         drafted = generate(model, state, prompts, max_new_tokens=48, drafter=oracle)
         assert drafted.tokens == plain and drafted.counts.steps < 30

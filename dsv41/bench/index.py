@@ -151,7 +151,8 @@ def _prefill(tokens: int, keys: int) -> list[dict[str, Any]]:
 def _row(case: str, us: float, peer: float | None, **more: Any) -> dict[str, Any]:
     ratio = None if peer is None else round(us / peer, 3)
     rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in more.items()}
-    return {"case": case, "us": round(us, 1), "peer_us": peer and round(peer, 1), "ratio": ratio, **rounded}
+    timed = {"us": round(us, 1), "peer_us": peer and round(peer, 1), "ratio": ratio}
+    return results.judged({"case": case, **timed, **rounded})
 
 
 def _deepgemm(keys: int) -> float | None:

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     rows = []
     for tokens in args.tokens:
         for op, width in SHAPES:
-            rows.append(case(op, tokens, width))
+            rows.append(results.judged(case(op, tokens, width)))
             print(json.dumps(rows[-1]), flush=True)
     if args.json:
         results.append(args.json, rows)

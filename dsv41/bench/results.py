@@ -70,12 +70,18 @@ def _commit() -> str:
         return "unknown"
 
 
+TIMED = ("us", "TBps", "TFLOPs", "GBps", "least_us", "share", "speedup", "ratio")
+
+
 def judged(row: dict[str, Any]) -> dict[str, Any]:
-    """The row of a right result that repeats, and of another one without what was timed."""
-    distance = row["distance"]
-    if (distance is None or distance < row["bound"]) and row["repeat"]:
-        return row
-    return {k: v for k, v in row.items() if k not in ("us", "TBps", "TFLOPs", "share", "speedup")}
+    """The row of a right result (its ``parity``, or a distance within its bound that repeats), and of another
+    one without what was timed.
+    """
+    if "parity" in row:
+        good = row["parity"]
+    else:
+        good = (row["distance"] is None or row["distance"] < row["bound"]) and row["repeat"]
+    return row if good else {k: v for k, v in row.items() if k not in TIMED}
 
 
 def status(rows: list[dict[str, Any]]) -> int:

@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _row(op: str, tokens: int, us: float, bytes_moved: int, parity: bool, **more: Any) -> Row:
     rate = round(bytes_moved / us / 1e6, 3)
-    return {"op": op, "tokens": tokens, "us": round(us, 2), "TBps": rate, "parity": parity, **more}
+    row = {"op": op, "tokens": tokens, "us": round(us, 2), "TBps": rate, "parity": parity, **more}
+    return results.judged(row)
 
 
 def _rotated(tokens: int) -> int:
@@ -201,9 +202,12 @@ def _peers(row: Row) -> Row:
     }
     parts = {f.__name__[1:] + "_us": _try(f, tokens) for f in wanted.get(row["op"], ())}
     known = [v for v in parts.values() if v is not None]
-    whole = bool(parts) and len(known) == len(parts)
-    ratio = {"peer_us": round(sum(known), 1), "ratio": round(row["us"] / sum(known), 3)} if whole else {}
-    return {**parts, **ratio}
+    if not parts or len(known) < len(parts) or "us" not in row:
+        return parts
+    peer = "DeepGEMM + TileKernels" if len(parts) > 1 else "TileKernels"
+    return {
+        **parts, "peer": peer, "peer_us": round(sum(known), 1), "ratio": round(row["us"] / sum(known), 3),
+    }  # fmt: skip
 
 
 def _try(peer: Callable[[int], float], tokens: int) -> float | None:
