@@ -38,8 +38,9 @@ def test_beside_the_dense_reference(cuts: list[int]) -> None:
     """One prefill; chunks; chunks, decode and verification with rows that are taken back.
 
     In this model a rounding flips choices in every layer: even the CPU's f32 sums give laws 0.08 from the
-    dense model's (median divergence), kernels 0.52 to 0.54 with 0.31 to 0.36 of the likeliest tokens on an H200;
-    laws of another text are 4 away. So this finds what is grossly wrong; `dsv41 parity` compares ops in place.
+    dense model's (median divergence); kernels 0.52 to 0.54, with 0.31 to 0.36 of the likeliest tokens, on an
+    H200; laws of another text are 4 away. So this finds what is grossly wrong; `dsv41 parity` compares ops in
+    place.
     """
     ids = models.text(CFG, 118)
     law = torch.log_softmax(models.reference(CFG).forward(ids), -1)
