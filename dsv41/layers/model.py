@@ -128,6 +128,8 @@ class V41Flash(nn.Module):
 
     def attach_prefetcher(self, prefetcher: Prefetcher | None) -> None:
         """Read Engram rows as soon as a step's ids are there, ahead of the layers; None reads them there."""
+        good = prefetcher is None or all(hasattr(prefetcher, f) for f in ("submit", "wait"))
+        check(good, "V41Flash.attach_prefetcher", "a prefetcher (submit, wait) or None", prefetcher)
         self.prefetcher = prefetcher
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:

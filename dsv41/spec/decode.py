@@ -25,7 +25,8 @@ Size = tuple[int, int]
 
 def default_sizes(requests: int, block: int) -> list[Size]:
     """A grid of (requests, tokens): powers of two, with no draft each, one, two, half a block and all."""
-    check_sizes("default_sizes", requests=requests, block=block)
+    check_sizes("default_sizes", 1, requests=requests)
+    check_sizes("default_sizes", block=block)
     powers = [1 << i for i in range((requests - 1).bit_length())]
     drafts = sorted({0, 1, 2, -(-block // 2), block} if block else {0})
     return [(r, r * (1 + k)) for r in [*powers, requests] for k in drafts if k <= block]
@@ -128,6 +129,7 @@ class DecodeGraphs:
         self.results = full(-1, torch.int64, count, self.block + 1 + _EXTRA)
         check(isinstance(stop_ids, Iterable), name, "stop_ids: token ids", stop_ids)
         stops = [integer(name, "stop_ids: token ids", i) for i in stop_ids]
+        check(all(abs(i) < 2**63 for i in stops), name, "stop_ids: token ids", stops)
         self.stops = torch.tensor(stops, dtype=torch.int64, device=device)
         self._number = torch.arange(self.block + 1, device=device)
         undrafted = full(-1, torch.int64, count, self.block), None, full(0, torch.float32, count, self.block)

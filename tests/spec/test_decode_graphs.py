@@ -219,6 +219,12 @@ def test_out_of_pages_is_refused_before_anything_is_written() -> None:
 
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "mode": (lambda: DecodeGraphs(TARGET, Toy.of(2), mode="best"), "mode: one of"),
+    "stop": (lambda: DecodeGraphs(TARGET, Toy.of(2), stop_ids=[2**70]), "stop_ids: token ids"),
+    "no request": (lambda: default_sizes(0, 2), "default_sizes: expected requests: an integer of 1 or more"),
+    "prefetcher": (
+        lambda: models.build("micro").attach_prefetcher(5),  # type: ignore[arg-type]
+        r"a prefetcher \(submit, wait\)",
+    ),
     "size": (lambda: DecodeGraphs(TARGET, Toy.of(2), sizes=[(2, 1)]), r"sizes: \(requests up to 2"),
     "nobody": (lambda: DecodeGraphs(TARGET, Toy.of(2)).step(), "a request that decodes"),
     "request": (
