@@ -37,7 +37,7 @@ def roll(ring: Any, clock: Any, lanes: Any, counts: Any, enabled: Any, block_ste
     Errors: ValueError for other shapes, before anything is written.
     """
     given = {"ring": ring, "clock": clock, "lanes": lanes, "counts": counts, "enabled": enabled}
-    shapes = {name: tuple(getattr(x, "shape", ())) for name, x in given.items()}
+    shapes: dict[str, tuple[int, ...]] = {n: tuple(getattr(x, "shape", ())) for n, x in given.items()}
     of_ring = shapes["ring"]
     check(len(of_ring) == 3, "roll", "ring: [blocks, layers, experts]", list(of_ring))
     wanted = {"clock": (1,), "lanes": (of_ring[0], 1, 1), "counts": of_ring[1:], "enabled": (1,)}

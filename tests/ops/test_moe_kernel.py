@@ -534,8 +534,9 @@ def test_replays_with_other_rows_on_a_gpu(tokens, experts, numerics):
     out = torch.empty(tokens, 256, dtype=torch.bfloat16, device="cuda")
 
     def call(given, out, scratch=None):
-        x = MXFP8(given[0], given[1].view(E8M0))
-        return mxfp4_moe(x, *given[2:], packed, limit=1.0, out=out, scratch=scratch)
+        values, scale, ids, weights = given
+        x = MXFP8(values, scale.view(E8M0))
+        return mxfp4_moe(x, ids, weights, packed, limit=1.0, out=out, scratch=scratch)
 
     call(held, out, scratch)
     graph = torch.cuda.CUDAGraph()
