@@ -111,8 +111,8 @@ ROPE: list[Mutation] = [
     (
         "yarn-everywhere",
         "dsv41.layers.state:plan_step",
-        "cos={0: plain[0],",
-        "cos={0: yarn[0],",
+        "plain = rope_tables(cfg, positions, False)",
+        "plain = rope_tables(cfg, positions, True)",
         PARITY,
     ),
     (

@@ -145,7 +145,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "half of the sums": ("sum[r] += __shfl_xor_sync(~0u, sum[r], 2);", ""),
     "sink": ("if (sink != nullptr && at < work.heads)", "if (false)"),
     "growing maximum": ("!(new_top[r] > top[r] + 16)", "top[r] > -INFINITY"),
-    "angles": ("s = -__ldg(", "s = __ldg("),
+    "angles": ("s = -by.y;", "s = by.y;"),
     "combination": ("weight = exp2f(sums[2 * at] - base)", "weight = 1"),
     "cluster, parts early": ("cluster_barrier();  // no block needs its tiles any more", ""),
     "cluster, parts read early": ("cluster_barrier();  // everything has arrived", ""),
