@@ -57,7 +57,7 @@ class Library(types.ModuleType):
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
         arguments += [given["attn_sink"], None, None, given["softmax_scale"], 1, out, lse, torch.empty(0)]
         ref_attn(*arguments)
-        return out.unsqueeze(1), lse.unsqueeze(2)
+        return out.unsqueeze(1), torch.where(lse == -torch.inf, torch.inf, lse).unsqueeze(2)
 
     # DeepGEMM
     def get_mk_alignment_for_contiguous_layout(self) -> int:
@@ -172,6 +172,7 @@ def test_flashmla(layouts: tuple[str, str], library: Library) -> None:
     angle = torch.randn(3, 32)
     options = {"sink": torch.randn(64), "inverse_rope": (angle.cos(), angle.sin())}
     args = list(attention(layouts, return_lse=True, **options))
+    args[3][1], args[6][1] = -1, -1  # a query without a key
     *_, out, lse, _ = args
     load("attn.flashmla_cuda").sparse_attn(*args)
     given = library.calls[0][1]
@@ -284,6 +285,12 @@ def test_deepgemm_index() -> None:
     assert "pages of 64" in str(reasons("index_topk", SM100, small, "deepgemm_cuda"))
     chosen = scores(candidates=torch.zeros(4, 4, dtype=I32))
     assert reasons("index_topk", SM100, chosen, "deepgemm_cuda") == ["no candidate blocks"]
+    many, none = list(args), list(args)
+    many[10], none[5] = torch.zeros(len(args[10]), 1024, dtype=I32), args[5][:0]
+    for odd in (many, none):
+        assert "at least one page and top_k up to 512" in str(
+            reasons("index_topk", SM100, odd, "deepgemm_cuda")
+        )
 
 
 def test_deepgemm_index_of_pages_that_are_not_held() -> None:

@@ -34,3 +34,4 @@ def sparse_attn(
         rope(out, cos, sin, inverse=True, out=out)
     if lse.numel():
         lse.copy_(log_sum.squeeze(2))
+        lse.masked_fill_(lse == float("inf"), -float("inf"))  # its word for a row without a key

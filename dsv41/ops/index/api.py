@@ -117,7 +117,9 @@ def _deepgemm(
     candidates: Any, block_size: int, ids: Any, blocks: Any, scratch: Any,
 ) -> str | None:  # fmt: skip
     if layout != "mxfp4" or keys.shape[1] != 64 or not keys.is_contiguous():
-        return f"contiguous pages of 64 mxfp4 keys, got {layout} and pages of {keys.shape[1]}"
+        return f"contiguous pages of 64 mxfp4 keys, got {layout}, pages of {keys.shape[1]}, {keys.stride()}"
+    if not keys.shape[0] or ids.shape[1] > MOST:
+        return f"at least one page and top_k up to {MOST}, got {keys.shape[0]} and {ids.shape[1]}"
     if q.shape[1] not in (32, 64) or q.shape[2] != 64:
         return f"32 or 64 heads of width 128, got {q.shape[1]} of {2 * q.shape[2]}"
     if candidates is not None or blocks.shape[1]:
