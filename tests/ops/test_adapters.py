@@ -287,7 +287,7 @@ def test_deepgemm_index() -> None:
     assert reasons("index_topk", SM100, chosen, "deepgemm_cuda") == ["no candidate blocks"]
     many, none = list(args), list(args)
     many[10], none[5] = torch.zeros(len(args[10]), 1024, dtype=I32), args[5][:0]
-    for odd in (many, none):
+    for odd in (tuple(many), tuple(none)):
         assert "at least one page and top_k up to 512" in str(
             reasons("index_topk", SM100, odd, "deepgemm_cuda")
         )
